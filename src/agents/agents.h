@@ -1,0 +1,18 @@
+/* SPDX-License-Identifier: MIT */
+/* The programs of the roles. Each runs until its end and returns the process's exit code: 0 after
+ * an ordered end, 1 after a failure, 2 for a wrong use, 130 when it was interrupted twice. */
+#ifndef XPOOL_AGENTS_AGENTS_H
+#define XPOOL_AGENTS_AGENTS_H
+
+#include "config/config.h"
+
+int atnagent_run(const config_t *config, const char *device);
+int ffnagent_run(const config_t *config, const char *device);
+int instance_run(const config_t *config, const char *model_id);
+int gateway_run(const config_t *config);
+
+/* Starts every role of the configuration as a child of this process, waits for System Ready, and
+ * keeps them until Ctrl-C, SIGTERM, `xpool down` or a failure. `program`: what to exec (argv[0]'s
+ * own file). `config_arguments`: NULL-terminated, handed to each child. */
+int up_run(const config_t *config, const char *program, char *const *config_arguments);
+#endif

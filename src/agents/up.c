@@ -1,0 +1,302 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * `xpool up`: every role of the configuration as a child of one process. The children die with it
+ * (PR_SET_PDEATHSIG), leave Ctrl-C to it (XPOOL_UNDER_UP), and end in the daemon's order. One
+ * thread.
+ */
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "agents/agents.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "control/client.h"
+
+#define UP_MAX_CHILDREN  (2 + 2 * CONFIG_MAX_DEVICES + CONFIG_MAX_MODELS)
+#define UP_MAX_ARGUMENTS 160
+#define UP_TICK_MS       100
+#define UP_CHECK_NS      (200 * XP_NS_PER_MS)
+#define UP_GRACE_NS      (700 * XP_NS_PER_MS) /* after a failure, before what is left is killed */
+
+typedef struct up_child {
+    pid_t pid;     /* 0 when it has ended */
+    xpw_Role role; /* NONE for the daemon */
+    char name[CONFIG_MAX_ID];
+} up_child_t;
+
+typedef struct up {
+    const config_t *config;
+    up_child_t children[UP_MAX_CHILDREN];
+    uint32_t count;
+    bool stopping, failed, ready, interrupted;
+    uint64_t kill_at_ns; /* 0 = no force yet */
+    int exit_code;
+    char last_reason[256];
+} up_t;
+
+static const char *child_role(const up_child_t *child)
+{
+    return child->role == xpw_Role_ROLE_NONE ? "daemon" : wire_role_name(child->role);
+}
+
+static xp_status_t spawn(up_t *up, const char *program, char *const *config_arguments,
+                         xpw_Role role, const char *name, const char *const *words)
+{
+    char *arguments[UP_MAX_ARGUMENTS];
+    uint32_t count = 0;
+    arguments[count++] = (char *)program;
+    for (; *words; words++)
+        arguments[count++] = (char *)*words;
+    for (; config_arguments && *config_arguments && count < UP_MAX_ARGUMENTS - 1;
+         config_arguments++)
+        arguments[count++] = *config_arguments;
+    arguments[count] = NULL;
+    pid_t parent = getpid();
+    pid_t pid = fork();
+    if (pid < 0)
+        return xp_fail_errno(XP_IO, "cannot start %s", name);
+    if (pid == 0) {
+        sigset_t none;
+        sigemptyset(&none);
+        sigprocmask(SIG_SETMASK, &none, NULL);
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != parent)
+            _exit(1);
+        execv("/proc/self/exe", arguments);
+        fprintf(stderr, "xpool: cannot start %s: %s\n", program, strerror(errno));
+        _exit(127);
+    }
+    up_child_t *child = &up->children[up->count++];
+    child->pid = pid;
+    child->role = role;
+    snprintf(child->name, sizeof(child->name), "%s", name);
+    return XP_OK;
+}
+
+static xp_status_t spawn_all(up_t *up, const char *program, char *const *config_arguments)
+{
+    const config_t *config = up->config;
+    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_NONE, "daemon",
+                 (const char *const[]){"daemon", "serve", NULL}));
+    for (uint32_t f = 0; f < config->ffn_count; f++)
+        XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_FFNAGENT, config->ffn[f].name,
+                     (const char *const[]){"ffnagent", "--device", config->ffn[f].name, NULL}));
+    for (uint32_t a = 0; a < config->atn_count; a++)
+        XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_ATNAGENT, config->atn[a].name,
+                     (const char *const[]){"atnagent", "--device", config->atn[a].name, NULL}));
+    for (uint32_t m = 0; m < config->model_count; m++)
+        XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_INSTANCE, config->models[m].id,
+                     (const char *const[]){"serve", config->models[m].id, NULL}));
+    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_GATEWAY, "gateway",
+                 (const char *const[]){"gateway", NULL}));
+    return XP_OK;
+}
+
+static uint32_t alive(const up_t *up)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < up->count; i++)
+        count += up->children[i].pid != 0;
+    return count;
+}
+
+static void signal_all(const up_t *up, int signal_number)
+{
+    for (uint32_t i = 0; i < up->count; i++)
+        if (up->children[i].pid)
+            kill(up->children[i].pid, signal_number);
+}
+
+static void begin_force(up_t *up, uint64_t after_ns)
+{
+    if (!up->kill_at_ns)
+        up->kill_at_ns = xp_monotonic_ns() + after_ns;
+}
+
+static void describe_end(int wait_status, char *out, size_t size)
+{
+    if (WIFSIGNALED(wait_status))
+        snprintf(out, size, "was killed by signal %d (%s)", WTERMSIG(wait_status),
+                 strsignal(WTERMSIG(wait_status)));
+    else
+        snprintf(out, size, "ended with exit code %d", WEXITSTATUS(wait_status));
+}
+
+static void report_failure(up_t *up, const up_child_t *child, const char *how)
+{
+    xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag}, answer;
+    snprintf(report.body.fail_report.who, sizeof(report.body.fail_report.who), "%s %s",
+             child_role(child), child->name);
+    snprintf(report.body.fail_report.what, sizeof(report.body.fail_report.what), "its process %s",
+             how);
+    client_ask(up->config, "up", &report, xpw_Envelope_failure_tag, 300 * XP_NS_PER_MS, &answer);
+}
+
+static void child_ended(up_t *up, up_child_t *child, int wait_status)
+{
+    char how[96];
+    describe_end(wait_status, how, sizeof(how));
+    pid_t pid = child->pid;
+    child->pid = 0;
+    bool clean = WIFEXITED(wait_status) && WEXITSTATUS(wait_status) == 0;
+    bool daemon = child->role == xpw_Role_ROLE_NONE;
+    if (daemon) {
+        /* The daemon knows how the whole ended; its exit code is ours. */
+        up->stopping = true;
+        if (!clean) {
+            up->exit_code = 1;
+            up->failed = true;
+            if (WIFSIGNALED(wait_status))
+                xp_log_err("canonical failure: daemon: its process (pid %d) %s", (int)pid, how);
+        }
+        begin_force(up, UP_GRACE_NS);
+        return;
+    }
+    if (clean)
+        return;
+    if (up->stopping || up->failed) {
+        up->exit_code = 1;
+        return;
+    }
+    xp_log_warn("%s %s (pid %d) %s", child_role(child), child->name, (int)pid, how);
+    switch (child->role) {
+    case xpw_Role_ROLE_INSTANCE:
+        if (!up->ready) {
+            /* A model that cannot start is a configuration to mend, not a system to run on. */
+            up->failed = true;
+            up->exit_code = 1;
+            report_failure(up, child, how);
+        } else {
+            xp_log_warn("the other models go on; start it again with `xpool serve %s`",
+                        child->name);
+        }
+        break;
+    default:
+        up->failed = true;
+        up->exit_code = 1;
+        report_failure(up, child, how);
+        begin_force(up, UP_GRACE_NS);
+    }
+}
+
+static void reap(up_t *up)
+{
+    for (;;) {
+        int wait_status;
+        pid_t pid = waitpid(-1, &wait_status, WNOHANG);
+        if (pid <= 0)
+            return;
+        for (uint32_t i = 0; i < up->count; i++)
+            if (up->children[i].pid == pid)
+                child_ended(up, &up->children[i], wait_status);
+    }
+}
+
+static pid_t daemon_pid(const up_t *up)
+{
+    return up->children[0].pid;
+}
+
+/* Asks the daemon how far the start is; tells the user when something changes. */
+static void check_ready(up_t *up, uint64_t started_ns)
+{
+    xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+    if (client_ask(up->config, "up", &question, xpw_Envelope_verdict_tag, XP_NS_PER_S, &answer) !=
+        XP_OK)
+        return;
+    const xpw_Verdict *verdict = &answer.body.verdict;
+    if (verdict->system_ready) {
+        up->ready = true;
+        fprintf(stdout, "ready in %.1f s: OpenAI API at http://%s/v1, state at http://%s/\n",
+                (double)(xp_monotonic_ns() - started_ns) / 1e9, up->config->gateway.http,
+                up->config->daemon.http);
+        for (uint32_t m = 0; m < up->config->model_count; m++)
+            fprintf(stdout, "  model %s\n", up->config->models[m].id);
+        fprintf(stdout, "Ctrl-C or `xpool down` stops everything.\n");
+        fflush(stdout);
+        return;
+    }
+    const char *reason = verdict->reasons_count ? verdict->reasons[0] : "";
+    if (strcmp(reason, up->last_reason) != 0) {
+        snprintf(up->last_reason, sizeof(up->last_reason), "%s", reason);
+        xp_log_info("waiting: %s", reason);
+    }
+}
+
+static void on_stop_signal(up_t *up, int signal_number)
+{
+    if (up->interrupted) {
+        xp_log_warn("second signal: killing everything at once");
+        signal_all(up, SIGKILL);
+        up->exit_code = 130;
+        return;
+    }
+    up->interrupted = up->stopping = true;
+    if (daemon_pid(up))
+        kill(daemon_pid(up), SIGTERM);
+    else
+        begin_force(up, UP_GRACE_NS);
+}
+
+int up_run(const config_t *config, const char *program, char *const *config_arguments)
+{
+    xp_log_identify("up", "");
+    up_t *up = calloc(1, sizeof(*up));
+    if (!up)
+        return 1;
+    up->config = config;
+    uint64_t started_ns = xp_monotonic_ns(), next_check_ns = 0;
+
+    sigset_t signals;
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGINT);
+    sigaddset(&signals, SIGTERM);
+    sigaddset(&signals, SIGHUP);
+    sigaddset(&signals, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &signals, NULL);
+    signal(SIGPIPE, SIG_IGN);
+    char self[24];
+    snprintf(self, sizeof(self), "%d", (int)getpid());
+    setenv("XPOOL_UNDER_UP", self, 1);
+
+    if (spawn_all(up, program, config_arguments) != XP_OK) {
+        xp_log_error("cannot start");
+        up->exit_code = 1;
+        signal_all(up, SIGKILL);
+    }
+    while (alive(up)) {
+        struct timespec tick = {.tv_nsec = UP_TICK_MS * 1000000};
+        int got = sigtimedwait(&signals, NULL, &tick);
+        if (got == SIGINT || got == SIGTERM || got == SIGHUP)
+            on_stop_signal(up, got);
+        reap(up);
+        uint64_t now = xp_monotonic_ns();
+        if (up->kill_at_ns && now >= up->kill_at_ns && alive(up)) {
+            for (uint32_t i = 0; i < up->count; i++)
+                if (up->children[i].pid) {
+                    xp_log_err("%s %s (pid %d) did not end by itself: killed",
+                               child_role(&up->children[i]), up->children[i].name,
+                               (int)up->children[i].pid);
+                    up->exit_code = 1;
+                }
+            signal_all(up, SIGKILL);
+            up->kill_at_ns = now + XP_NS_PER_S;
+        }
+        if (!up->ready && !up->stopping && !up->failed && now >= next_check_ns) {
+            next_check_ns = now + UP_CHECK_NS;
+            check_ready(up, started_ns);
+        }
+    }
+    int exit_code = up->exit_code;
+    if (exit_code == 0)
+        xp_log_info("everything stopped in order");
+    free(up);
+    return exit_code;
+}

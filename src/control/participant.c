@@ -1,0 +1,247 @@
+/* SPDX-License-Identifier: MIT */
+/* A process's side of the control channel. Runs on the event loop's thread only. */
+#include "control/participant.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+
+#define CONNECT_RETRY_NS      (50 * XP_NS_PER_MS)
+#define FAIL_ANSWER_TIMEOUT_S 2 /* how long a failed role waits for the canonical failure */
+
+struct participant {
+    struct event_base *base;
+    wire_channel_t *channel;
+    participant_handlers_t handlers;
+    xpw_Role role;
+    char name[96];
+    struct event *on_term, *on_int, *on_fail_timeout;
+    int exit_code;
+    bool under_up, left, ending;
+    char own_failure[512];
+};
+
+void participant_bind_to_parent(void)
+{
+    const char *parent = getenv("XPOOL_UNDER_UP");
+    if (!parent)
+        return;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    /* The parent may have died before prctl took effect. */
+    if (atol(parent) != (long)getppid())
+        raise(SIGKILL);
+}
+
+static void on_message(void *context, wire_channel_t *channel, const xpw_Envelope *envelope,
+                       wire_descriptors_t *fds)
+{
+    participant_t *self = context;
+    if (self->ending)
+        return;
+    switch (envelope->which_body) {
+    case xpw_Envelope_refused_tag:
+        xp_log_err("the daemon refused this %s: %s", wire_role_name(self->role),
+                   envelope->body.refused.reason);
+        participant_end(self, 1);
+        return;
+    case xpw_Envelope_failure_tag: {
+        const xpw_Failure *failure = &envelope->body.failure;
+        xp_log_err("canonical failure of Generation %llu: %s: %s (%s)",
+                   (unsigned long long)failure->generation, failure->who, failure->what,
+                   failure->when);
+        if (self->handlers.failed)
+            self->handlers.failed(self->handlers.context);
+        participant_end(self, 1);
+        return;
+    }
+    case xpw_Envelope_stop_tag:
+        self->handlers.stop(self->handlers.context, envelope->body.stop.phase,
+                            envelope->body.stop.seconds);
+        return;
+    default:
+        self->handlers.message(self->handlers.context, envelope, fds);
+    }
+}
+
+static void on_closed(void *context, wire_channel_t *channel, xp_status_t status)
+{
+    participant_t *self = context;
+    if (self->ending)
+        return;
+    if (self->own_failure[0])
+        xp_log_err("ended by its own failure: %s", self->own_failure);
+    else
+        xp_log_err("canonical failure: daemon: the daemon died or dropped this process (%s)",
+                   xp_error_last()->text);
+    if (self->handlers.failed)
+        self->handlers.failed(self->handlers.context);
+    participant_end(self, 1);
+}
+
+static void on_signal(evutil_socket_t signal_number, short events, void *context)
+{
+    participant_t *self = context;
+    if (signal_number == SIGINT && self->under_up)
+        return; /* Ctrl-C reaches the whole process group; `up` keeps the order */
+    if (self->left) {
+        xp_log_warn("second %s: ending at once", signal_number == SIGINT ? "Ctrl-C" : "SIGTERM");
+        participant_end(self, 130);
+        return;
+    }
+    self->left = true;
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_leave_tag};
+    snprintf(envelope.body.leave.reason, sizeof(envelope.body.leave.reason), "%s",
+             signal_number == SIGINT ? "Ctrl-C" : "SIGTERM");
+    if (participant_send(self, &envelope, NULL, 0) != XP_OK)
+        participant_end(self, 1);
+}
+
+static void on_fail_timeout(evutil_socket_t fd, short events, void *context)
+{
+    participant_t *self = context;
+    xp_log_err("ended by its own failure: %s", self->own_failure);
+    participant_end(self, 1);
+}
+
+static xp_status_t connect_with_patience(const config_t *config, int *socket_out)
+{
+    uint64_t deadline =
+        xp_monotonic_ns() + (uint64_t)(config->deadlines.registration * (double)XP_NS_PER_S);
+    bool told = false;
+    for (;;) {
+        xp_status_t status = wire_connect(config->daemon.socket, socket_out);
+        if (status != XP_RETRY)
+            return status;
+        if (xp_monotonic_ns() >= deadline)
+            return xp_fail(XP_TIMEOUT,
+                           "no daemon at %s within %g s (deadlines.registration); start it with "
+                           "`xpool daemon serve` and the same configuration",
+                           config->daemon.socket, config->deadlines.registration);
+        if (!told) {
+            xp_log_info("waiting for the daemon at %s", config->daemon.socket);
+            told = true;
+        }
+        nanosleep(&(struct timespec){.tv_nsec = (long)CONNECT_RETRY_NS}, NULL);
+    }
+}
+
+xp_status_t participant_create(struct event_base *base, const config_t *config, xpw_Role role,
+                               const char *name, uint32_t rank, const char *kernels,
+                               const participant_handlers_t *handlers,
+                               participant_t **participant_out)
+{
+    xp_status_t status;
+    int socket = -1;
+    participant_t *self = calloc(1, sizeof(*self));
+    if (!self)
+        return xp_fail(XP_NO_MEMORY, "no memory for the control channel");
+    self->base = base;
+    self->handlers = *handlers;
+    self->role = role;
+    self->under_up = getenv("XPOOL_UNDER_UP") != NULL;
+    self->exit_code = 1;
+    snprintf(self->name, sizeof(self->name), "%s", name);
+
+    XP_TRY_GOTO(status, fail, connect_with_patience(config, &socket));
+    status = wire_channel_create(base, socket, on_message, on_closed, self, &self->channel);
+    if (status != XP_OK) {
+        close(socket);
+        goto fail;
+    }
+    self->on_term = evsignal_new(base, SIGTERM, on_signal, self);
+    self->on_int = evsignal_new(base, SIGINT, on_signal, self);
+    self->on_fail_timeout = evtimer_new(base, on_fail_timeout, self);
+    if (!self->on_term || !self->on_int || !self->on_fail_timeout ||
+        event_add(self->on_term, NULL) != 0 || event_add(self->on_int, NULL) != 0) {
+        status = xp_fail(XP_NO_MEMORY, "no memory for signal events");
+        goto fail;
+    }
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
+    xpw_Hello *hello = &envelope.body.hello;
+    hello->abi = WIRE_ABI;
+    snprintf(hello->version, sizeof(hello->version), "%s", XPOOL_VERSION);
+    hello->role = role;
+    snprintf(hello->name, sizeof(hello->name), "%s", name);
+    hello->rank = rank;
+    memcpy(hello->digest, config->digest, sizeof(hello->digest));
+    snprintf(hello->kernels, sizeof(hello->kernels), "%s", kernels ? kernels : "");
+    XP_TRY_GOTO(status, fail, wire_channel_send(self->channel, &envelope, NULL, 0));
+    *participant_out = self;
+    return XP_OK;
+fail:
+    participant_destroy(self);
+    return status;
+}
+
+void participant_destroy(participant_t *self)
+{
+    if (!self)
+        return;
+    if (self->on_term)
+        event_free(self->on_term);
+    if (self->on_int)
+        event_free(self->on_int);
+    if (self->on_fail_timeout)
+        event_free(self->on_fail_timeout);
+    wire_channel_destroy(self->channel);
+    free(self);
+}
+
+xp_status_t participant_send(participant_t *self, const xpw_Envelope *envelope, const int *fds,
+                             uint32_t fd_count)
+{
+    return wire_channel_send(self->channel, envelope, fds, fd_count);
+}
+
+void participant_fail(participant_t *self, const char *what)
+{
+    if (self->ending || self->own_failure[0])
+        return;
+    snprintf(self->own_failure, sizeof(self->own_failure), "%s", what);
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_fail_report_tag};
+    snprintf(envelope.body.fail_report.who, sizeof(envelope.body.fail_report.who), "%s %s",
+             wire_role_name(self->role), self->name);
+    snprintf(envelope.body.fail_report.what, sizeof(envelope.body.fail_report.what), "%s", what);
+    struct timeval patience = {.tv_sec = FAIL_ANSWER_TIMEOUT_S};
+    if (participant_send(self, &envelope, NULL, 0) != XP_OK ||
+        event_add(self->on_fail_timeout, &patience) != 0) {
+        xp_log_err("ended by its own failure: %s", what);
+        participant_end(self, 1);
+    }
+}
+
+void participant_bye(participant_t *self, const char *reason)
+{
+    if (self->ending)
+        return;
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_bye_tag};
+    snprintf(envelope.body.bye.reason, sizeof(envelope.body.bye.reason), "%s", reason);
+    bool sent = participant_send(self, &envelope, NULL, 0) == XP_OK;
+    participant_end(self, sent ? 0 : 1);
+}
+
+void participant_end(participant_t *self, int exit_code)
+{
+    if (self->ending)
+        return;
+    self->ending = true;
+    self->exit_code = exit_code;
+    event_base_loopbreak(self->base);
+}
+
+int participant_exit_code(const participant_t *self)
+{
+    return self->exit_code;
+}
+
+bool participant_ending(const participant_t *self)
+{
+    return self->ending;
+}

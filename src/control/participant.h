@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * A process's side of the control channel: connects to the daemon, proves its configuration, and
+ * turns the messages that mean the same for every role (Refused, Failure, Stop, a lost daemon) into
+ * one way of ending. Used by AtnAgent, FfnAgent, Instance and Gateway; runs on their event loop's
+ * thread.
+ */
+#ifndef XPOOL_CONTROL_PARTICIPANT_H
+#define XPOOL_CONTROL_PARTICIPANT_H
+
+#include <event2/event.h>
+
+#include "config/config.h"
+#include "wire/channel.h"
+
+typedef struct participant participant_t;
+
+typedef struct participant_handlers {
+    /* Messages of the role. Descriptors not taken are closed after the call. */
+    void (*message)(void *context, const xpw_Envelope *envelope, wire_descriptors_t *fds);
+    /* The daemon (or, by participant_leave_requested, the user) wants an ordered end. The role ends
+     * by itself in time and then calls participant_bye(). */
+    void (*stop)(void *context, xpw_StopPhase phase, uint32_t seconds);
+    /* The Generation failed, or the daemon is lost: the process is about to end with exit code 1.
+     * Release what others could wait for (close arenas); must not block. May be NULL. */
+    void (*failed)(void *context);
+    void *context;
+} participant_handlers_t;
+
+/* Connects (retrying until deadlines.registration), sends Hello, installs SIGTERM and SIGINT
+ * handlers: the first asks the daemon for leave (Leave), the second ends the process with 130.
+ * Under `xpool up` (XPOOL_UNDER_UP in the environment) SIGINT is left to `up`, and the process dies
+ * with its parent. */
+xp_status_t participant_create(struct event_base *base, const config_t *config, xpw_Role role,
+                               const char *name, uint32_t rank, const char *kernels,
+                               const participant_handlers_t *handlers,
+                               participant_t **participant_out);
+void participant_destroy(participant_t *participant);
+
+xp_status_t participant_send(participant_t *participant, const xpw_Envelope *envelope,
+                             const int *fds, uint32_t fd_count);
+/* Reports what ended the Generation for this process; the daemon's Failure answer ends it. */
+void participant_fail(participant_t *participant, const char *what);
+/* Says goodbye and leaves the event loop; participant_exit_code() is 0 then. */
+void participant_bye(participant_t *participant, const char *reason);
+/* Ends the event loop with this exit code, without a word. */
+void participant_end(participant_t *participant, int exit_code);
+int participant_exit_code(const participant_t *participant);
+bool participant_ending(const participant_t *participant);
+
+/* For a child of `xpool up`: dies with its parent. Called first thing by every role. */
+void participant_bind_to_parent(void);
+#endif

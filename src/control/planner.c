@@ -1,0 +1,460 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Placement and memory admission. Pure computation over the configuration and checkpoint headers;
+ * runs on the caller's thread.
+ */
+#include "control/planner.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "engine/engine.h"
+#include "ffn/ffn.h"
+#include "fabric/fabric.h"
+#include "model/checkpoint.h"
+
+#define PLANNER_MIN_CONTEXT  128  /* an Instance that cannot hold this many tokens is refused */
+#define PLANNER_CLOCK_STRIDE 4096 /* search nodes between looks at the clock */
+
+/* ---- placement --------------------------------------------------------------------------------
+ */
+
+typedef struct place_search {
+    const uint64_t *bytes;
+    const uint32_t *tp;
+    uint32_t items;
+    const uint64_t *capacity;
+    uint32_t devices;
+    uint64_t deadline_ns, nodes;
+    bool timed_out, found;
+    uint64_t load[FABRIC_MAX_FFN];
+    uint64_t best; /* largest load of the best complete assignment so far */
+    uint64_t remaining_total[CONFIG_MAX_MODELS + 1]; /* bytes * tp of items i.. */
+    uint32_t masks[CONFIG_MAX_MODELS], best_masks[CONFIG_MAX_MODELS];
+} place_search_t;
+
+static void place_item(place_search_t *search, uint32_t item, uint64_t largest, uint64_t total)
+{
+    if (search->timed_out)
+        return;
+    if (++search->nodes % PLANNER_CLOCK_STRIDE == 0 && xp_monotonic_ns() > search->deadline_ns) {
+        search->timed_out = true;
+        return;
+    }
+    /* No completion can beat the average load, nor the largest load so far. */
+    uint64_t average =
+        (total + search->remaining_total[item] + search->devices - 1) / search->devices;
+    uint64_t bound = largest > average ? largest : average;
+    if (search->found && bound >= search->best)
+        return;
+    if (item == search->items) {
+        search->found = true;
+        search->best = largest;
+        memcpy(search->best_masks, search->masks, sizeof(search->masks));
+        return;
+    }
+    uint64_t bytes = search->bytes[item];
+    for (uint32_t mask = 1; mask < (1u << search->devices); mask++) {
+        if ((uint32_t)__builtin_popcount(mask) != search->tp[item])
+            continue;
+        bool fits = true;
+        uint64_t now_largest = largest;
+        for (uint32_t d = 0; d < search->devices; d++)
+            if (mask & (1u << d)) {
+                fits = fits && search->load[d] + bytes <= search->capacity[d];
+                if (search->load[d] + bytes > now_largest)
+                    now_largest = search->load[d] + bytes;
+            }
+        if (!fits)
+            continue;
+        /* Devices that are alike and still alike loaded lead to the same result: the lowest ones
+         * come first in the enumeration, later twins cannot improve. */
+        bool twin = false;
+        for (uint32_t d = 1; d < search->devices && !twin; d++)
+            if ((mask & (1u << d)) && !(mask & (1u << (d - 1))))
+                twin = search->load[d] == search->load[d - 1] &&
+                       search->capacity[d] == search->capacity[d - 1];
+        if (twin)
+            continue;
+        for (uint32_t d = 0; d < search->devices; d++)
+            if (mask & (1u << d))
+                search->load[d] += bytes;
+        search->masks[item] = mask;
+        place_item(search, item + 1, now_largest, total + bytes * search->tp[item]);
+        for (uint32_t d = 0; d < search->devices; d++)
+            if (mask & (1u << d))
+                search->load[d] -= bytes;
+    }
+}
+
+xp_status_t planner_place(const uint64_t *bytes, const uint32_t *tp, uint32_t items,
+                          const uint64_t *capacity, uint32_t devices, uint64_t deadline_ns,
+                          uint32_t *masks_out)
+{
+    XP_ASSERT(items <= CONFIG_MAX_MODELS && devices >= 1 && devices <= FABRIC_MAX_FFN);
+    place_search_t *search = calloc(1, sizeof(*search));
+    if (!search)
+        return xp_fail(XP_NO_MEMORY, "no memory for the placement search");
+    search->bytes = bytes;
+    search->tp = tp;
+    search->items = items;
+    search->capacity = capacity;
+    search->devices = devices;
+    search->deadline_ns = deadline_ns;
+    for (uint32_t i = items; i-- > 0;)
+        search->remaining_total[i] = search->remaining_total[i + 1] + bytes[i] * tp[i];
+    place_item(search, 0, 0, 0);
+    xp_status_t status = XP_OK;
+    if (search->timed_out)
+        status = xp_fail(XP_TIMEOUT,
+                         "the exact placement of %u weight sets on %u FFN devices was not finished "
+                         "in time; raise ffn.placement.timeout_seconds or configure fewer models",
+                         items, devices);
+    else if (!search->found)
+        status = xp_fail(XP_NO_MEMORY, "no placement fits");
+    else
+        memcpy(masks_out, search->best_masks, items * sizeof(*masks_out));
+    free(search);
+    return status;
+}
+
+/* ---- ledger -----------------------------------------------------------------------------------
+ */
+
+static const char *human(uint64_t bytes, char out[32])
+{
+    if (bytes >= (1ull << 30))
+        snprintf(out, 32, "%.2f GiB", (double)bytes / (double)(1ull << 30));
+    else
+        snprintf(out, 32, "%.1f MiB", (double)bytes / (double)(1ull << 20));
+    return out;
+}
+
+static bool same_weights(const config_model_t *a, const config_model_t *b)
+{
+    return strcmp(a->path, b->path) == 0 && a->dtype == b->dtype &&
+           a->load_format == b->load_format && a->ffn_tp_size == b->ffn_tp_size;
+}
+
+static xp_status_t check_supported(const config_model_t *model, const model_spec_t *spec)
+{
+    if (model->engine == CONFIG_ENGINE_SGLANG)
+        return xp_fail(XP_UNSUPPORTED,
+                       "models[%s].engine: the SGLang engine is not part of this build; use "
+                       "engine = \"native\"",
+                       model->id);
+    if (!model_architecture_has_native_engine(spec->architecture))
+        return xp_fail(XP_UNSUPPORTED,
+                       "models[%s]: the native engine does not serve %s; it serves "
+                       "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and "
+                       "Qwen3MoeForCausalLM",
+                       model->id, spec->architecture_name);
+    if (model->attention_tp * model->attention_dp != 1)
+        return xp_fail(XP_UNSUPPORTED,
+                       "models[%s]: the native engine runs with attention_tp = 1 and attention_dp "
+                       "= 1 (found %u and %u)",
+                       model->id, model->attention_tp, model->attention_dp);
+    return XP_OK;
+}
+
+/* Reads one model's headers and fills everything that does not depend on the other models. */
+static xp_status_t plan_one_model(const config_t *config, uint32_t index, plan_result_t *result,
+                                  uint64_t *ffn_bytes_out)
+{
+    const config_model_t *model = &config->models[index];
+    plan_model_t *planned = &result->models[index];
+    checkpoint_t *checkpoint = NULL;
+    xp_status_t status;
+
+    status = model_spec_load(model->path, &planned->spec);
+    if (status != XP_OK)
+        return xp_fail_context(status, "models[%s]", model->id);
+    XP_TRY(check_supported(model, &planned->spec));
+    if (model->load_format != CONFIG_LOAD_DUMMY) {
+        status = checkpoint_open(model->path, &planned->spec, &checkpoint);
+        if (status != XP_OK)
+            return xp_fail_context(status, "models[%s]", model->id);
+    }
+    planned->max_rows = model->decode_rows + model->prefill_rows;
+    planned->max_context = planned->spec.max_positions;
+    if (model->max_context && model->max_context < planned->max_context)
+        planned->max_context = model->max_context;
+    else if (model->max_context > planned->spec.max_positions) {
+        status = xp_fail(XP_INVALID,
+                         "models[%s].max_context: %u tokens, but the checkpoint allows %u at most",
+                         model->id, model->max_context, planned->spec.max_positions);
+        goto done;
+    }
+    planned->kv_bytes_per_token = model_kv_bytes_per_token(&planned->spec, XP_DTYPE_F32);
+    planned->attention_bytes = engine_weight_bytes(&planned->spec, checkpoint, model->dtype);
+    const config_device_t *device = &config->atn[planned->atn_index];
+    planned->workspace_bytes = engine_workspace_bytes(&planned->spec, device->threads,
+                                                      planned->max_rows, planned->max_context);
+    planned->arena_bytes = 8192 + 2ull * planned->max_rows * planned->spec.hidden * sizeof(float);
+    status = ffn_install_bytes(&planned->spec, checkpoint, model->dtype, model->ffn_tp_size,
+                               ffn_bytes_out);
+    if (status != XP_OK)
+        xp_fail_context(status, "models[%s]", model->id);
+done:
+    checkpoint_close(checkpoint);
+    return status;
+}
+
+/* Gives every attention device's remaining bytes to the KV Caches of its Instances: floors first,
+ * then equal parts, none above its ceiling. */
+static xp_status_t plan_kv(const config_t *config, plan_result_t *result)
+{
+    for (uint32_t d = 0; d < config->atn_count; d++) {
+        plan_device_t *device = &result->atn[d];
+        uint64_t taken = device->weight_bytes + device->workspace_bytes + device->arena_bytes;
+        char need[32], have[32];
+        if (taken > device->budget_bytes)
+            return xp_fail(XP_NO_MEMORY,
+                           "attention device %s: weights, workspaces and arenas need %s of its %s; "
+                           "raise devices.\"%s\".memory, lower prefill_rows, or move models to "
+                           "another device",
+                           device->device->name, human(taken, need),
+                           human(device->budget_bytes, have), device->device->name);
+        uint64_t left = device->budget_bytes - taken;
+        bool settled[CONFIG_MAX_MODELS] = {false};
+        uint32_t open = 0;
+        for (uint32_t m = 0; m < config->model_count; m++)
+            open += result->models[m].atn_index == d;
+        /* Whoever's ceiling is below an equal part takes its ceiling; the others share the rest. */
+        for (bool changed = true; changed && open;) {
+            changed = false;
+            uint64_t part = left / open;
+            for (uint32_t m = 0; m < config->model_count; m++) {
+                plan_model_t *model = &result->models[m];
+                const config_model_t *configured = &config->models[m];
+                if (model->atn_index != d || settled[m])
+                    continue;
+                uint64_t ceiling = configured->kv_ceiling_tokens
+                                       ? configured->kv_ceiling_tokens
+                                       : (uint64_t)model->max_context * configured->decode_rows;
+                if (ceiling * model->kv_bytes_per_token > part)
+                    continue;
+                model->kv_tokens = (uint32_t)ceiling;
+                left -= ceiling * model->kv_bytes_per_token;
+                settled[m] = changed = true;
+                open--;
+                break;
+            }
+        }
+        for (uint32_t m = 0; m < config->model_count && open; m++) {
+            plan_model_t *model = &result->models[m];
+            if (model->atn_index == d && !settled[m])
+                model->kv_tokens = (uint32_t)(left / open / model->kv_bytes_per_token);
+        }
+        for (uint32_t m = 0; m < config->model_count; m++) {
+            plan_model_t *model = &result->models[m];
+            const config_model_t *configured = &config->models[m];
+            if (model->atn_index != d)
+                continue;
+            uint32_t floor = configured->kv_floor_tokens > PLANNER_MIN_CONTEXT
+                                 ? configured->kv_floor_tokens
+                                 : PLANNER_MIN_CONTEXT;
+            if (floor > model->max_context)
+                floor = model->max_context;
+            if (model->kv_tokens < floor)
+                return xp_fail(XP_NO_MEMORY,
+                               "models[%s]: %s of attention device %s are left for its KV Cache, "
+                               "%u tokens of %s each, below its floor of %u; raise "
+                               "devices.\"%s\".memory or lower kv_floor_tokens",
+                               configured->id, human(left, have), device->device->name,
+                               model->kv_tokens, human(model->kv_bytes_per_token, need), floor,
+                               device->device->name);
+            if (model->max_context > model->kv_tokens)
+                model->max_context = model->kv_tokens;
+            model->kv_bytes = model->kv_tokens * model->kv_bytes_per_token;
+            device->kv_bytes += model->kv_bytes;
+        }
+    }
+    return XP_OK;
+}
+
+static xp_status_t plan_ffn(const config_t *config, plan_result_t *result,
+                            const uint64_t *ffn_bytes)
+{
+    uint32_t max_rows = 0, max_hidden = 0, max_intermediate = 0, max_experts = 0;
+    for (uint32_t m = 0; m < config->model_count; m++) {
+        const plan_model_t *model = &result->models[m];
+        if (model->max_rows > max_rows)
+            max_rows = model->max_rows;
+        if (model->spec.hidden > max_hidden)
+            max_hidden = model->spec.hidden;
+        for (uint32_t l = 0; l < model->spec.layers; l++) {
+            const model_ffn_t *ffn = &model->spec.ffn[l];
+            uint32_t width = ffn->kind == MODEL_FFN_MOE
+                                 ? ffn->intermediate * (ffn->top_k ? ffn->top_k : 1)
+                                 : ffn->intermediate;
+            if (ffn->shared_intermediate > width)
+                width = ffn->shared_intermediate;
+            if (width > max_intermediate)
+                max_intermediate = width;
+            if (ffn->experts > max_experts)
+                max_experts = ffn->experts;
+        }
+    }
+    uint64_t bytes[CONFIG_MAX_MODELS], capacity[CONFIG_MAX_DEVICES], largest = 0;
+    uint32_t tp[CONFIG_MAX_MODELS], masks[CONFIG_MAX_MODELS];
+    for (uint32_t w = 0; w < result->weights_count; w++) {
+        uint32_t first = result->weights[w].first_model;
+        bytes[w] = ffn_bytes[first];
+        tp[w] = config->models[first].ffn_tp_size;
+        if (tp[w] > config->ffn_count)
+            return xp_fail(XP_INVALID,
+                           "models[%s].ffn_tp_size: %u, but ffn.devices lists %u device(s)",
+                           config->models[first].id, tp[w], config->ffn_count);
+        if (bytes[w] > largest)
+            largest = bytes[w];
+    }
+    for (uint32_t d = 0; d < config->ffn_count; d++) {
+        plan_device_t *device = &result->ffn[d];
+        device->workspace_bytes =
+            ffn_workspace_bytes(device->device->threads, config->scheduler.ffn_concurrency,
+                                max_rows, max_hidden, max_intermediate, max_experts);
+        capacity[d] = device->budget_bytes > device->workspace_bytes
+                          ? device->budget_bytes - device->workspace_bytes
+                          : 0;
+    }
+    uint64_t deadline =
+        xp_monotonic_ns() + (uint64_t)(config->placement_timeout_s * (double)XP_NS_PER_S);
+    xp_status_t status = planner_place(bytes, tp, result->weights_count, capacity,
+                                       config->ffn_count, deadline, masks);
+    if (status == XP_NO_MEMORY) {
+        uint64_t need = 0, have = 0;
+        for (uint32_t w = 0; w < result->weights_count; w++)
+            need += bytes[w] * tp[w];
+        for (uint32_t d = 0; d < config->ffn_count; d++)
+            have += capacity[d];
+        char need_text[32], have_text[32], largest_text[32];
+        return xp_fail(XP_NO_MEMORY,
+                       "FFN weights do not fit: %u weight set(s) need %s in all (the largest shard "
+                       "%s), and the FFN devices have %s after workspaces; raise "
+                       "devices.\"...\".memory, add a device to ffn.devices, or configure fewer "
+                       "models",
+                       result->weights_count, human(need, need_text), human(largest, largest_text),
+                       human(have, have_text));
+    }
+    XP_TRY(status);
+    for (uint32_t w = 0; w < result->weights_count; w++) {
+        result->weights[w].group = masks[w];
+        result->weights[w].tp_size = tp[w];
+        result->weights[w].shard_bytes = bytes[w];
+        for (uint32_t d = 0; d < config->ffn_count; d++)
+            if (masks[w] & (1u << d))
+                result->ffn[d].weight_bytes += bytes[w];
+    }
+    return XP_OK;
+}
+
+static void fill_fabric_plan(const config_t *config, uint64_t generation, plan_result_t *result)
+{
+    fabric_plan_t *plan = &result->plan;
+    plan->magic = FABRIC_PLAN_MAGIC;
+    plan->version = FABRIC_PLAN_VERSION;
+    plan->bytes = sizeof(*plan);
+    plan->generation = generation;
+    plan->atn_count = config->atn_count;
+    plan->ffn_count = config->ffn_count;
+    plan->lanes = config->scheduler.ffn_concurrency;
+    plan->policy = config->scheduler.ffn_policy == CONFIG_POLICY_RANDOM     ? FABRIC_POLICY_RANDOM
+                   : config->scheduler.ffn_policy == CONFIG_POLICY_DEADLINE ? FABRIC_POLICY_DEADLINE
+                                                                            : FABRIC_POLICY_FIFO;
+    plan->seed = 0x9e3779b97f4a7c15ull ^ generation;
+    plan->submission_timeout_ns = (uint64_t)(config->deadlines.submission * (double)XP_NS_PER_S);
+    plan->spin_ns = 50000;
+    plan->instance_count = config->model_count;
+    plan->weights_count = result->weights_count;
+    for (uint32_t m = 0; m < config->model_count; m++) {
+        const config_model_t *configured = &config->models[m];
+        const plan_model_t *model = &result->models[m];
+        fabric_plan_instance_t *instance = &plan->instances[m];
+        snprintf(instance->id, sizeof(instance->id), "%s", configured->id);
+        instance->weights = model->weights;
+        instance->hidden = model->spec.hidden;
+        instance->layers = model->spec.layers;
+        instance->max_rows = model->max_rows;
+        instance->dtype = XP_DTYPE_F32;
+        instance->atn_tp = configured->attention_tp;
+        instance->atn_dp = configured->attention_dp;
+        instance->rank_atn[0] = model->atn_index;
+        /* One consumer: a complete result from the group's first member. */
+        instance->delivery = FABRIC_DELIVERY_SINGLE_COMPLETE;
+        instance->form = FABRIC_FORM_AUTO;
+        instance->ttft_ns = (uint64_t)(configured->slo.ttft_ms * (double)XP_NS_PER_MS);
+        instance->tbt_ns = (uint64_t)(configured->slo.tbt_ms * (double)XP_NS_PER_MS);
+        for (uint32_t l = 0; l < model->spec.layers; l++)
+            instance->layer_group[l] = result->weights[model->weights].group;
+    }
+}
+
+xp_status_t planner_make(const config_t *config, uint64_t generation, plan_result_t **result_out)
+{
+    xp_status_t status;
+    plan_result_t *result = calloc(1, sizeof(*result));
+    if (!result)
+        return xp_fail(XP_NO_MEMORY, "no memory for a plan");
+    result->model_count = config->model_count;
+    result->atn_count = config->atn_count;
+    result->ffn_count = config->ffn_count;
+    for (uint32_t d = 0; d < config->atn_count; d++) {
+        if (config->atn[d].kind != CONFIG_DEVICE_CPU) {
+            status = xp_fail(XP_UNSUPPORTED, "atn.devices: %s: this build has the CPU tier only",
+                             config->atn[d].name);
+            goto fail;
+        }
+        result->atn[d].device = &config->atn[d];
+        result->atn[d].budget_bytes =
+            (uint64_t)((double)config->atn[d].memory_bytes * config->atn_memory_utilization);
+    }
+    for (uint32_t d = 0; d < config->ffn_count; d++) {
+        if (config->ffn[d].kind != CONFIG_DEVICE_CPU) {
+            status = xp_fail(XP_UNSUPPORTED, "ffn.devices: %s: this build has the CPU tier only",
+                             config->ffn[d].name);
+            goto fail;
+        }
+        result->ffn[d].device = &config->ffn[d];
+        result->ffn[d].ffn_role = true;
+        uint64_t memory = config->ffn[d].memory_bytes;
+        result->ffn[d].budget_bytes =
+            memory > config->ffn_extra_margin_bytes ? memory - config->ffn_extra_margin_bytes : 0;
+    }
+
+    uint64_t ffn_bytes[CONFIG_MAX_MODELS];
+    for (uint32_t m = 0; m < config->model_count; m++) {
+        plan_model_t *model = &result->models[m];
+        /* Attention devices are taken in turn: the same number of Instances on each. */
+        model->atn_index = m % config->atn_count;
+        XP_TRY_GOTO(status, fail, plan_one_model(config, m, result, &ffn_bytes[m]));
+        plan_device_t *device = &result->atn[model->atn_index];
+        device->weight_bytes += model->attention_bytes;
+        device->workspace_bytes += model->workspace_bytes;
+        device->arena_bytes += model->arena_bytes;
+        uint32_t w = 0;
+        while (w < result->weights_count &&
+               !same_weights(&config->models[result->weights[w].first_model], &config->models[m]))
+            w++;
+        if (w == result->weights_count)
+            result->weights[result->weights_count++].first_model = m;
+        model->weights = w;
+    }
+    XP_TRY_GOTO(status, fail, plan_kv(config, result));
+    XP_TRY_GOTO(status, fail, plan_ffn(config, result, ffn_bytes));
+    fill_fabric_plan(config, generation, result);
+    XP_TRY_GOTO(status, fail, fabric_plan_check(&result->plan, sizeof(result->plan)));
+    XP_TRY_GOTO(status, fail, fabric_shm_bytes(&result->plan, &result->fabric_bytes));
+    *result_out = result;
+    return XP_OK;
+fail:
+    free(result);
+    return status;
+}
+
+void planner_free(plan_result_t *result)
+{
+    free(result);
+}

@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The planner: from a configuration and the checkpoints' headers to one Fabric plan and one ledger
+ * of bytes. Host-only, starts nothing, reads no weight; `xpool plan` and the daemon share it.
+ *
+ * Placement is exact: first every weight set uses as few device groups as possible (one), then the
+ * largest sum of admitted bytes on any FFN device is as small as possible, then the assignment is
+ * the lexicographically lowest in configuration order. A search that passes
+ * ffn.placement.timeout_seconds is an error, never a worse answer.
+ */
+#ifndef XPOOL_CONTROL_PLANNER_H
+#define XPOOL_CONTROL_PLANNER_H
+
+#include "config/config.h"
+#include "fabric/plan.h"
+#include "model/spec.h"
+
+typedef struct plan_weights {
+    uint32_t first_model; /* index in config of the first model that uses this set */
+    uint32_t group;       /* bit i: FfnAgent i holds a shard */
+    uint32_t tp_size;
+    uint64_t shard_bytes; /* on each member of the group */
+} plan_weights_t;
+
+typedef struct plan_model {
+    model_spec_t spec;
+    uint32_t weights;   /* index in plan_result_t.weights */
+    uint32_t atn_index; /* attention device of rank 0 */
+    uint32_t max_rows;
+    uint32_t max_context; /* tokens one request may have */
+    uint32_t kv_tokens;   /* capacity given to the Instance */
+    uint64_t kv_bytes_per_token, kv_bytes;
+    uint64_t attention_bytes, workspace_bytes, arena_bytes;
+} plan_model_t;
+
+typedef struct plan_device {
+    const config_device_t *device;
+    bool ffn_role;
+    uint64_t budget_bytes; /* memory times utilisation, minus margins */
+    uint64_t weight_bytes, workspace_bytes, kv_bytes, arena_bytes;
+} plan_device_t;
+
+typedef struct plan_result {
+    fabric_plan_t plan;
+    uint64_t fabric_bytes; /* the Fabric arena, host memory outside the devices' budgets */
+    uint32_t model_count, weights_count, atn_count, ffn_count;
+    plan_model_t models[CONFIG_MAX_MODELS];
+    plan_weights_t weights[CONFIG_MAX_MODELS];
+    plan_device_t atn[CONFIG_MAX_DEVICES], ffn[CONFIG_MAX_DEVICES];
+} plan_result_t;
+
+/* `result_out` is heap-allocated (about 5 MiB); planner_free(). Errors say what does not fit, by
+ * how many bytes, and which setting to change. */
+xp_status_t planner_make(const config_t *config, uint64_t generation, plan_result_t **result_out);
+void planner_free(plan_result_t *result);
+
+/* The assignment alone (exposed for tests): items of `bytes[i]` on each of exactly `tp[i]` devices,
+ * groups of consecutive choice in index order; writes masks. XP_NO_MEMORY: no assignment fits.
+ * XP_TIMEOUT: the search passed deadline_ns. */
+xp_status_t planner_place(const uint64_t *bytes, const uint32_t *tp, uint32_t items,
+                          const uint64_t *capacity, uint32_t devices, uint64_t deadline_ns,
+                          uint32_t *masks_out);
+#endif
