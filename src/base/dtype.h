@@ -29,9 +29,9 @@ typedef enum xp_dtype {
     XP_DTYPE_COUNT
 } xp_dtype_t;
 
-const char *xp_dtype_name(xp_dtype_t dtype);           /* "f32", "bf16", "q4_1", ... */
-uint32_t xp_dtype_block_elements(xp_dtype_t dtype);    /* 1 for plain types, 32 or 256 */
-uint32_t xp_dtype_block_bytes(xp_dtype_t dtype);       /* bytes of one block */
+const char *xp_dtype_name(xp_dtype_t dtype);        /* "f32", "bf16", "q4_1", ... */
+uint32_t xp_dtype_block_elements(xp_dtype_t dtype); /* 1 for plain types, 32 or 256 */
+uint32_t xp_dtype_block_bytes(xp_dtype_t dtype);    /* bytes of one block */
 bool xp_dtype_is_quantized(xp_dtype_t dtype);
 
 /* Bytes of one row of `columns` elements; 0 if columns is no multiple of the block. */

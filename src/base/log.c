@@ -82,10 +82,9 @@ void xp_log_write(xp_log_level_t level, const char *format, ...)
     char line[LOG_LINE_MAX];
     size_t length;
     if (log_state.format == XP_LOG_JSON) {
-        length = (size_t)snprintf(
-            line, sizeof(line),
-            "{\"time\":\"%s\",\"level\":\"%s\",\"role\":\"%s\",\"name\":\"", when,
-            level_names[level], log_state.role);
+        length = (size_t)snprintf(line, sizeof(line),
+                                  "{\"time\":\"%s\",\"level\":\"%s\",\"role\":\"%s\",\"name\":\"",
+                                  when, level_names[level], log_state.role);
         length = append_json(line, length, sizeof(line) - 64, log_state.name);
         length += (size_t)snprintf(line + length, sizeof(line) - length,
                                    "\",\"pid\":%d,\"message\":\"", (int)getpid());

@@ -3,7 +3,7 @@
  * Logging: one line an event, to stderr, never in library code below the apps and loop callbacks.
  *
  * Text form:  2026-11-29T19:30:01.123Z info  ffnagent[cpu:1] message
- * JSON form:  {"time":"...","level":"info","role":"ffnagent","name":"cpu:1","pid":1,"message":"..."}
+ * JSON form: {"time":"...","level":"info","role":"ffnagent","name":"cpu:1","pid":1,"message":"..."}
  * Thread-safe: a line is composed in a local buffer and written by one write(2).
  */
 #ifndef XPOOL_BASE_LOG_H
