@@ -2,10 +2,10 @@
 /*
  * The resolved configuration: one plain struct, immutable after config_load().
  *
- * Every setting is a row of one registry (settings.c): name, type, bounds, default, sources that may
- * set it, help text. Precedence: command line, allow-listed environment, TOML file named by --config
- * or XPOOL_CONFIG, default. --help, docs/configuration.md, configs/xpool.example.toml and .env.example
- * are generated from the registry.
+ * Every setting is a row of one registry (settings.c): name, type, bounds, default, sources that
+ * may set it, help text. Precedence: command line, allow-listed environment, TOML file named by
+ * --config or XPOOL_CONFIG, default. --help, docs/configuration.md, configs/xpool.example.toml and
+ * .env.example are generated from the registry.
  */
 #ifndef XPOOL_CONFIG_CONFIG_H
 #define XPOOL_CONFIG_CONFIG_H
@@ -13,15 +13,16 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/buf.h"
 #include "base/dtype.h"
 #include "base/log.h"
 #include "base/status.h"
 
-#define CONFIG_MAX_MODELS   64
-#define CONFIG_MAX_DEVICES  16 /* per role */
-#define CONFIG_MAX_ID       96
-#define CONFIG_MAX_PATH     1024
-#define CONFIG_MAX_CPUS     256
+#define CONFIG_MAX_MODELS      64
+#define CONFIG_MAX_DEVICES     16 /* per role */
+#define CONFIG_MAX_ID          96
+#define CONFIG_MAX_PATH        1024
+#define CONFIG_MAX_CPUS        256
 #define CONFIG_MAX_ENGINE_ARGS 64
 
 typedef enum config_engine { CONFIG_ENGINE_NATIVE = 0, CONFIG_ENGINE_SGLANG } config_engine_t;
@@ -38,39 +39,39 @@ typedef struct config_slo {
 
 typedef struct config_model {
     char id[CONFIG_MAX_ID];
-    char path[CONFIG_MAX_PATH];  /* resolved absolute path (path, or vendor.model_base_uri + id) */
+    char path[CONFIG_MAX_PATH]; /* resolved absolute path (path, or vendor.model_base_uri + id) */
     config_engine_t engine;
-    uint16_t port;               /* 0 = any free one */
+    uint16_t port; /* 0 = any free one */
     xp_dtype_t dtype;
     config_load_format_t load_format;
-    char chat_template[64];      /* "" = recognise */
+    char chat_template[64]; /* "" = recognise */
     char python[CONFIG_MAX_PATH];
     uint32_t engine_arg_count;
     char *engine_args[CONFIG_MAX_ENGINE_ARGS];
-    uint32_t max_context;        /* 0 = the checkpoint's */
+    uint32_t max_context; /* 0 = the checkpoint's */
     uint32_t ffn_tp_size, attention_tp, attention_dp;
     uint32_t decode_rows, prefill_rows;
     uint32_t kv_floor_tokens, kv_ceiling_tokens; /* 0 = from checkpoint and memory */
-    config_slo_t slo;            /* the model's, or scheduler.slo */
-    uint32_t idle_unload_seconds; /* 0 = never */
+    config_slo_t slo;                            /* the model's, or scheduler.slo */
+    uint32_t idle_unload_seconds;                /* 0 = never */
 } config_model_t;
 
 typedef enum config_device_kind { CONFIG_DEVICE_CPU = 0, CONFIG_DEVICE_CUDA } config_device_kind_t;
 
 typedef struct config_device {
-    char name[32];               /* "cpu:0", "cuda:1" */
+    char name[32]; /* "cpu:0", "cuda:1" */
     config_device_kind_t kind;
     uint32_t index;
-    uint32_t threads;            /* cpu: 0 was resolved to the usable cores */
-    uint64_t memory_bytes;       /* cpu: 0 was resolved to a share of the machine's */
-    uint32_t cpu_count;          /* pinning; 0 = none */
+    uint32_t threads;      /* cpu: 0 was resolved to the usable cores */
+    uint64_t memory_bytes; /* cpu: 0 was resolved to a share of the machine's */
+    uint32_t cpu_count;    /* pinning; 0 = none */
     uint32_t cpus[CONFIG_MAX_CPUS];
 } config_device_t;
 
 typedef struct config {
     struct {
-        char socket[108];        /* Unix socket path */
-        char http[64];           /* "127.0.0.1:8200" */
+        char socket[108]; /* Unix socket path */
+        char http[64];    /* "127.0.0.1:8200" */
     } daemon;
     struct {
         char http[64];
@@ -81,7 +82,7 @@ typedef struct config {
     uint32_t atn_count, ffn_count;
     config_device_t atn[CONFIG_MAX_DEVICES], ffn[CONFIG_MAX_DEVICES];
     bool allow_shared_roles;
-    char fabric_provider[16];    /* "auto", "shm", ... */
+    char fabric_provider[16]; /* "auto", "shm", ... */
     struct {
         uint32_t ffn_concurrency, atn_concurrency;
         config_policy_t ffn_policy;
@@ -92,7 +93,7 @@ typedef struct config {
     double placement_timeout_s;
     uint64_t ffn_extra_margin_bytes;
     char ffn_calibration[CONFIG_MAX_PATH];
-    struct {                     /* seconds */
+    struct { /* seconds */
         double registration, startup, submission, request, queue, drain, stop;
     } deadlines;
     char cache_root[CONFIG_MAX_PATH];
@@ -102,21 +103,32 @@ typedef struct config {
         xp_log_format_t format;
     } logging;
     char source_path[CONFIG_MAX_PATH]; /* the TOML file, absolute; "" when none */
-    uint8_t digest[32];          /* of every resolved value but logging.* */
+    uint8_t digest[32]; /* of every resolved value but logging.*; what is worked out from one
+                           process's surroundings (free memory, usable cores, current
+                           folder) enters as "auto" */
+    struct config_record *record; /* where each value came from; NULL in a config_t made by hand */
 } config_t;
 
 /* Command-line settings: --set KEY=VALUE and --config FILE, plus the subcommand's own flags are
- * collected in here by cli/ and handed down. Values are parsed as TOML values, bare words as strings. */
+ * collected in here by cli/ and handed down. Values are parsed as TOML values, bare words as
+ * strings. */
 typedef struct config_overrides {
-    const char *config_path;     /* NULL: XPOOL_CONFIG, else none */
+    const char *config_path; /* NULL: XPOOL_CONFIG, else none */
     uint32_t count;
     const char *keys[64];
     const char *values[64];
 } config_overrides_t;
 
-/* Resolves everything. Errors name file:line:column, the key, what was found, what is allowed and the
- * nearest known key. Collects several errors of one file in the message (up to 8). */
+/* Resolves everything. Errors name file:line:column, the key, what was found, what is allowed and
+ * the nearest known key. Collects several errors of one file in the message (up to 8). */
 xp_status_t config_load(const config_overrides_t *overrides, config_t **config_out);
+/* As config_load(), and on failure appends the whole message, one error a line, to `report`: the
+ * error record has room for about a thousand bytes. */
+xp_status_t config_load_report(const config_overrides_t *overrides, config_t **config_out,
+                               xp_buf_t *report);
+/* What is suspicious but no error; apps log it once at start. */
+uint32_t config_warning_count(const config_t *config);
+const char *config_warning(const config_t *config, uint32_t index);
 void config_destroy(config_t *config);
 
 /* Path of a model's checkpoint by id (the seeds' XpoolConfig.model_path_of); XP_NOT_FOUND. */
