@@ -6,6 +6,8 @@
  * model.layers.0.mlp.gate_proj.weight, its merged expert tensors as one tensor an expert
  * (model.layers.0.mlp.experts.E.gate_proj.weight), its router as model.layers.0.mlp.gate.weight.
  * GGUF's permuted Llama q and k rows are put back in Hugging Face order by checkpoint_read_rows().
+ * Tied embeddings are always model.embed_tokens.weight, never lm_head.weight, whatever the file
+ * says; tensors of layers past the spec's (multi-token prediction) are not listed.
  *
  * Opening reads headers only. Tensor bytes are read with pread(2), never mapped, so that a process
  * holds only what it asked for. A checkpoint may be read by several threads at once.
@@ -25,14 +27,14 @@ typedef struct checkpoint checkpoint_t;
 #define CHECKPOINT_MAX_DIMENSIONS 4
 
 typedef struct checkpoint_tensor {
-    const char *name;                            /* lives as long as the checkpoint */
+    const char *name; /* lives as long as the checkpoint */
     xp_dtype_t dtype;
     uint32_t dimensions;
-    uint64_t shape[CHECKPOINT_MAX_DIMENSIONS];   /* row-major, slowest first (HF order) */
+    uint64_t shape[CHECKPOINT_MAX_DIMENSIONS]; /* row-major, slowest first (HF order) */
     uint64_t bytes;
-    uint32_t file;                               /* internal: which file, where in it */
+    uint32_t file; /* internal: which file, where in it */
     uint64_t offset;
-    uint32_t permute_heads;                      /* internal: 0, or heads of GGUF's q/k permutation */
+    uint32_t permute_heads; /* internal: 0, or heads of GGUF's q/k permutation */
 } checkpoint_tensor_t;
 
 /* `spec` gives the architecture (needed for GGUF names); it is copied. */
@@ -45,16 +47,17 @@ const checkpoint_tensor_t *checkpoint_tensor_at(const checkpoint_t *checkpoint, 
 /* NULL when absent. */
 const checkpoint_tensor_t *checkpoint_tensor_find(const checkpoint_t *checkpoint, const char *name);
 
-/* Finds `name` and checks dimensions and shape; XP_INVALID names file, tensor, wanted and found shape
- * and, when it is missing, the nearest name. Every dtype of base/dtype.h is accepted. */
+/* Finds `name` and checks dimensions and shape; XP_INVALID names file, tensor, wanted and found
+ * shape and, when it is missing, the nearest name. Every dtype of base/dtype.h is accepted. */
 xp_status_t checkpoint_tensor_require(const checkpoint_t *checkpoint, const char *name,
                                       uint32_t dimensions, const uint64_t *shape,
                                       const checkpoint_tensor_t **tensor_out);
 
 /* Reads whole rows [first_row, first_row + rows) of a matrix (or elements of a vector as one row)
- * into `out`, kept in the tensor's dtype, and for a column range [first_column, first_column+columns)
- * of every row, which must fall on block borders for quantised types. out holds
- * rows * xp_dtype_row_bytes(dtype, columns) bytes. Short files are XP_INVALID naming file and tensor. */
+ * into `out`, kept in the tensor's dtype, and for a column range [first_column,
+ * first_column+columns) of every row, which must fall on block borders for quantised types. out
+ * holds rows * xp_dtype_row_bytes(dtype, columns) bytes. Short files are XP_INVALID naming file and
+ * tensor. */
 xp_status_t checkpoint_read_rows(const checkpoint_t *checkpoint, const checkpoint_tensor_t *tensor,
                                  uint64_t first_row, uint64_t rows, uint64_t first_column,
                                  uint64_t columns, void *out);
