@@ -6,8 +6,9 @@
  * providers implement fabric_provider_t (provider.h) and pass one conformance suite
  * (tests/integration/fabric/). This issue has the provider `shm`.
  *
- * Memory: the daemon makes two anonymous memfds a Generation: the Fabric arena (agents and daemon) and
- * the doorbell page (agents, daemon and Instances; one cache line a PE: a counter and a sleeper flag).
+ * Memory: the daemon makes two anonymous memfds a Generation: the Fabric arena (agents and daemon)
+ * and the doorbell page (agents, daemon and Instances; one cache line a PE: a counter and a sleeper
+ * flag).
  */
 #ifndef XPOOL_FABRIC_FABRIC_H
 #define XPOOL_FABRIC_FABRIC_H
@@ -22,7 +23,8 @@
 
 typedef struct fabric fabric_t;
 
-/* ---- making and joining ----------------------------------------------------------------------- */
+/* ---- making and joining -----------------------------------------------------------------------
+ */
 typedef struct fabric_descriptors {
     int arena_fd, doorbell_fd;
 } fabric_descriptors_t;
@@ -39,16 +41,18 @@ xp_status_t fabric_attach(const char *provider, const fabric_plan_t *plan,
                           fabric_t **fabric_out);
 void fabric_detach(fabric_t *fabric); /* accepts NULL; services must have stopped */
 
-/* ---- failure and shutdown --------------------------------------------------------------------- */
-/* First caller wins (compare-and-swap); every wait in every participant ends with XP_FATAL. `text` is
- * kept (127 bytes). Returns true if this call was the first. */
+/* ---- failure and shutdown ---------------------------------------------------------------------
+ */
+/* First caller wins (compare-and-swap); every wait in every participant ends with XP_FATAL. `text`
+ * is kept (127 bytes). Returns true if this call was the first. */
 bool fabric_fail(fabric_t *fabric, uint32_t pe, const char *text);
 /* XP_OK while there is none; else XP_FATAL with the canonical text recorded. */
 xp_status_t fabric_failure(const fabric_t *fabric, uint32_t *pe_out);
 /* Ordered end: services return XP_CLOSED once nothing is in flight. */
 void fabric_shutdown(fabric_t *fabric);
 
-/* ---- AtnAgent service ------------------------------------------------------------------------- */
+/* ---- AtnAgent service -------------------------------------------------------------------------
+ */
 typedef struct fabric_atn fabric_atn_t;
 xp_status_t fabric_atn_create(fabric_t *fabric, xp_clock_t clock, fabric_atn_t **atn_out);
 void fabric_atn_destroy(fabric_atn_t *atn);
@@ -61,7 +65,8 @@ xp_status_t fabric_atn_detach(fabric_atn_t *atn, uint32_t instance, uint32_t ran
 /* The service loop, on a thread of the caller's: XP_CLOSED after shutdown, XP_FATAL on failure. */
 xp_status_t fabric_atn_run(fabric_atn_t *atn);
 
-/* ---- FfnAgent service (the first FfnAgent also runs the Coordinator, in the same loop) --------- */
+/* ---- FfnAgent service (the first FfnAgent also runs the Coordinator, in the same loop) ---------
+ */
 /* Computes one shard's partial: out[rows][hidden]. Must not block on the Fabric. */
 typedef xp_status_t (*fabric_execute_t)(void *context, uint32_t lane, uint32_t weights,
                                         uint32_t layer, uint32_t rows, const float *in, float *out);
@@ -71,15 +76,16 @@ xp_status_t fabric_ffn_create(fabric_t *fabric, xp_clock_t clock, fabric_execute
 void fabric_ffn_destroy(fabric_ffn_t *ffn);
 xp_status_t fabric_ffn_run(fabric_ffn_t *ffn);
 
-/* ---- counters: live in the arena, written by their PE, read by anyone --------------------------- */
+/* ---- counters: live in the arena, written by their PE, read by anyone ---------------------------
+ */
 typedef struct fabric_pe_counters {
-    uint64_t submissions;      /* AtnAgent: handed to the Fabric; FfnAgent: executed shards */
-    uint64_t invocations;      /* completed */
-    uint64_t rows;             /* over all invocations */
-    uint64_t eager, longform;  /* invocations by form */
-    uint64_t abandoned;        /* given up because their Instance went away */
-    uint64_t busy_ns;          /* FfnAgent: time in execute */
-    uint64_t queue_ns;         /* Coordinator: Submission to lane, summed */
+    uint64_t submissions;     /* AtnAgent: handed to the Fabric; FfnAgent: executed shards */
+    uint64_t invocations;     /* completed */
+    uint64_t rows;            /* over all invocations */
+    uint64_t eager, longform; /* invocations by form */
+    uint64_t abandoned;       /* given up because their Instance went away */
+    uint64_t busy_ns;         /* FfnAgent: time in execute */
+    uint64_t queue_ns;        /* Coordinator: Submission to lane, summed */
     uint64_t sleeps, spins;
     uint64_t lanes_leased, lanes_peak;
 } fabric_pe_counters_t;

@@ -4,8 +4,8 @@
  * participant receives the same bytes in a sealed memfd; the Fabric copies what it needs into its
  * plan tables.
  *
- * PE order: AtnAgents 0 .. atn_count-1, then FfnAgents atn_count .. atn_count+ffn_count-1. The first
- * FfnAgent hosts the Coordinator.
+ * PE order: AtnAgents 0 .. atn_count-1, then FfnAgents atn_count .. atn_count+ffn_count-1. The
+ * first FfnAgent hosts the Coordinator.
  */
 #ifndef XPOOL_FABRIC_PLAN_H
 #define XPOOL_FABRIC_PLAN_H
@@ -14,15 +14,15 @@
 
 #include "model/spec.h"
 
-#define FABRIC_PLAN_MAGIC     0x31504658u /* "XFP1" */
-#define FABRIC_PLAN_VERSION   1u
-#define FABRIC_MAX_ATN        16
-#define FABRIC_MAX_FFN        16
-#define FABRIC_MAX_PES        (FABRIC_MAX_ATN + FABRIC_MAX_FFN)
-#define FABRIC_MAX_LANES      16
-#define FABRIC_MAX_INSTANCES  64
-#define FABRIC_MAX_RANKS      8 /* attention TP x DP of one Instance */
-#define FABRIC_MAX_ROWS       8192
+#define FABRIC_PLAN_MAGIC    0x31504658u /* "XFP1" */
+#define FABRIC_PLAN_VERSION  1u
+#define FABRIC_MAX_ATN       16
+#define FABRIC_MAX_FFN       16
+#define FABRIC_MAX_PES       (FABRIC_MAX_ATN + FABRIC_MAX_FFN)
+#define FABRIC_MAX_LANES     16
+#define FABRIC_MAX_INSTANCES 64
+#define FABRIC_MAX_RANKS     8 /* attention TP x DP of one Instance */
+#define FABRIC_MAX_ROWS      8192
 
 typedef enum fabric_policy {
     FABRIC_POLICY_FIFO = 0,
@@ -31,10 +31,10 @@ typedef enum fabric_policy {
 } fabric_policy_t;
 
 /* How an Invocation's result reaches the AtnAgents.
- * DIRECT_PARTIAL: every FfnAgent of the group delivers its partial to the consumer, which reduces in PE
- *   order. SINGLE_COMPLETE: the group's first FfnAgent reduces and delivers the complete rows to the one
- *   consumer (or, under attention DP, each consumer's own rows to it). REPLICATED_COMPLETE: the complete
- *   rows go to every consumer (attention TP). */
+ * DIRECT_PARTIAL: every FfnAgent of the group delivers its partial to the consumer, which reduces
+ * in PE order. SINGLE_COMPLETE: the group's first FfnAgent reduces and delivers the complete rows
+ * to the one consumer (or, under attention DP, each consumer's own rows to it).
+ * REPLICATED_COMPLETE: the complete rows go to every consumer (attention TP). */
 typedef enum fabric_delivery {
     FABRIC_DELIVERY_DIRECT_PARTIAL = 0,
     FABRIC_DELIVERY_SINGLE_COMPLETE,
@@ -43,32 +43,36 @@ typedef enum fabric_delivery {
 
 /* AUTO: eager for one participant, long otherwise. LONG and EAGER force one (tests, benchmarks);
  * EAGER with several participants is refused. */
-typedef enum fabric_form { FABRIC_FORM_AUTO = 0, FABRIC_FORM_EAGER, FABRIC_FORM_LONG } fabric_form_t;
+typedef enum fabric_form {
+    FABRIC_FORM_AUTO = 0,
+    FABRIC_FORM_EAGER,
+    FABRIC_FORM_LONG
+} fabric_form_t;
 
 typedef struct fabric_plan_instance {
     char id[96];
-    uint32_t weights;                     /* index of the weight set; ids of one checkpoint share it */
+    uint32_t weights; /* index of the weight set; ids of one checkpoint share it */
     uint32_t hidden, layers;
-    uint32_t max_rows;                    /* rows of one Transport request, at most */
-    uint32_t dtype;                       /* xp_dtype_t of activations; F32 on CPU */
+    uint32_t max_rows; /* rows of one Transport request, at most */
+    uint32_t dtype;    /* xp_dtype_t of activations; F32 on CPU */
     uint32_t atn_tp, atn_dp;
-    uint32_t rank_atn[FABRIC_MAX_RANKS];  /* AtnAgent index of rank = dp * atn_tp + tp */
-    uint32_t delivery;                    /* fabric_delivery_t */
-    uint32_t form;                        /* fabric_form_t */
-    uint64_t ttft_ns, tbt_ns;             /* SLO, for the deadline policy */
+    uint32_t rank_atn[FABRIC_MAX_RANKS];    /* AtnAgent index of rank = dp * atn_tp + tp */
+    uint32_t delivery;                      /* fabric_delivery_t */
+    uint32_t form;                          /* fabric_form_t */
+    uint64_t ttft_ns, tbt_ns;               /* SLO, for the deadline policy */
     uint32_t layer_group[MODEL_MAX_LAYERS]; /* bit i: FfnAgent i belongs to the Execution Group */
 } fabric_plan_instance_t;
 
 typedef struct fabric_plan {
     uint32_t magic, version;
-    uint64_t bytes;                       /* sizeof(fabric_plan_t) */
+    uint64_t bytes; /* sizeof(fabric_plan_t) */
     uint64_t generation;
     uint32_t atn_count, ffn_count;
-    uint32_t lanes;                       /* Executor Lanes (scheduler.ffn_concurrency) */
-    uint32_t policy;                      /* fabric_policy_t */
-    uint64_t seed;                        /* of the random policy */
-    uint64_t submission_timeout_ns;       /* one Invocation, from Submission to commit */
-    uint32_t spin_ns;                     /* bounded spinning before a futex wait; 0 = never spin */
+    uint32_t lanes;                 /* Executor Lanes (scheduler.ffn_concurrency) */
+    uint32_t policy;                /* fabric_policy_t */
+    uint64_t seed;                  /* of the random policy */
+    uint64_t submission_timeout_ns; /* one Invocation, from Submission to commit */
+    uint32_t spin_ns;               /* bounded spinning before a futex wait; 0 = never spin */
     uint32_t instance_count;
     uint32_t weights_count;
     uint32_t reserved;

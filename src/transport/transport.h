@@ -2,11 +2,11 @@
 /*
  * Transport on a CPU device: the rank-local mailbox between one Instance Rank and its AtnAgent.
  *
- * The arena is an anonymous memfd made by the Instance (the arena belongs to the Instance, so that it
- * outlives agents) and passed by descriptor: Instance -> daemon -> AtnAgent. One live request an
+ * The arena is an anonymous memfd made by the Instance (the arena belongs to the Instance, so that
+ * it outlives agents) and passed by descriptor: Instance -> daemon -> AtnAgent. One live request an
  * arena. Layout, sequence rules and transitions are in transport/mailbox.h, which also compiles as
- * CUDA. *Closed* is terminal. Waits spin a bounded time, then sleep on a futex, and always end by the
- * deadline, a response, close, or failure.
+ * CUDA. *Closed* is terminal. Waits spin a bounded time, then sleep on a futex, and always end by
+ * the deadline, a response, close, or failure.
  */
 #ifndef XPOOL_TRANSPORT_TRANSPORT_H
 #define XPOOL_TRANSPORT_TRANSPORT_H
@@ -18,33 +18,38 @@
 #include "base/status.h"
 
 typedef struct transport_geometry {
-    uint32_t hidden;    /* width of a row, elements */
+    uint32_t hidden; /* width of a row, elements */
     uint32_t max_rows;
-    xp_dtype_t dtype;   /* F32 on CPU; BF16, F16 on CUDA */
-    uint32_t dp_size;   /* attention DP ranks whose row counts travel with a request; 1 = none */
+    xp_dtype_t dtype; /* F32 on CPU; BF16, F16 on CUDA */
+    uint32_t dp_size; /* attention DP ranks whose row counts travel with a request; 1 = none */
 } transport_geometry_t;
 
-typedef enum transport_kind { TRANSPORT_DECODE = 0, TRANSPORT_PREFILL, TRANSPORT_MIXED } transport_kind_t;
+typedef enum transport_kind {
+    TRANSPORT_DECODE = 0,
+    TRANSPORT_PREFILL,
+    TRANSPORT_MIXED
+} transport_kind_t;
 
 /* One FFN call of one layer. */
 typedef struct transport_request {
     uint32_t layer;
-    uint32_t rows;              /* 0 .. max_rows */
-    uint32_t kind;              /* transport_kind_t */
-    uint64_t slo_deadline_ns;   /* CLOCK_MONOTONIC; 0 = none: for the deadline policy */
-    const uint32_t *dp_rows;    /* dp_size counts, or NULL when dp_size is 1 */
+    uint32_t rows;            /* 0 .. max_rows */
+    uint32_t kind;            /* transport_kind_t */
+    uint64_t slo_deadline_ns; /* CLOCK_MONOTONIC; 0 = none: for the deadline policy */
+    const uint32_t *dp_rows;  /* dp_size counts, or NULL when dp_size is 1 */
 } transport_request_t;
 
 /* The caller's tensor as handed to put/take; checked before anything is published. */
 typedef struct transport_tensor {
     void *data;
     xp_dtype_t dtype;
-    uint32_t rank;              /* must be 2 */
+    uint32_t rank; /* must be 2 */
     uint64_t rows, width;
-    uint64_t row_stride;        /* elements; must equal width (contiguous) */
+    uint64_t row_stride; /* elements; must equal width (contiguous) */
 } transport_tensor_t;
 
-/* ---- Instance side ---------------------------------------------------------------------------- */
+/* ---- Instance side ----------------------------------------------------------------------------
+ */
 typedef struct transport_client transport_client_t;
 
 /* Creates arena (memfd "xpool-transport") and client. */
@@ -75,10 +80,12 @@ typedef struct transport_stats {
 } transport_stats_t;
 void transport_client_stats(const transport_client_t *client, transport_stats_t *stats_out);
 
-/* ---- AtnAgent side ---------------------------------------------------------------------------- */
+/* ---- AtnAgent side ----------------------------------------------------------------------------
+ */
 typedef struct transport_server transport_server_t;
 
-/* Maps a received arena descriptor (duplicated). Checks size, magic, ABI, geometry: XP_PEER if wrong. */
+/* Maps a received arena descriptor (duplicated). Checks size, magic, ABI, geometry: XP_PEER if
+ * wrong. */
 xp_status_t transport_server_create(int arena_fd, const transport_geometry_t *expected,
                                     transport_server_t **server_out);
 void transport_server_destroy(transport_server_t *server);
@@ -93,13 +100,17 @@ typedef struct transport_pending {
     const void *input;
     void *output;
 } transport_pending_t;
-/* XP_OK with a request, XP_RETRY when there is none, XP_PEER when the record is nonsense. */
+/* XP_OK with the unanswered request (again at every poll until it is completed), XP_RETRY when
+ * there is none, XP_CLOSED (no message) after close, XP_PEER when the record is nonsense. */
 xp_status_t transport_server_poll(transport_server_t *server, transport_pending_t *pending_out);
 /* Answers `sequence`; the output rows were written before. */
 void transport_server_complete(transport_server_t *server, uint64_t sequence, xp_status_t status);
+/* Terminal close by the AtnAgent, with waking. */
+void transport_server_close(transport_server_t *server, xp_status_t reason);
 
-/* ---- Both and the daemon: terminal close ------------------------------------------------------ */
-/* Marks the arena closed with a reason (XP_CLOSED for an ordered end, XP_FATAL for a canonical failure)
- * and wakes the waiter. For a process that only holds the descriptor (the daemon). */
+/* ---- Both and the daemon: terminal close ------------------------------------------------------
+ */
+/* Marks the arena closed with a reason (XP_CLOSED for an ordered end, XP_FATAL for a canonical
+ * failure) and wakes the waiter. For a process that only holds the descriptor (the daemon). */
 xp_status_t transport_arena_close(int arena_fd, xp_status_t reason);
 #endif
