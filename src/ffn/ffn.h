@@ -20,13 +20,13 @@
 typedef struct ffn_runtime ffn_runtime_t;
 
 typedef struct ffn_runtime_config {
-    uint32_t threads;            /* compute threads of the device */
-    const uint32_t *cpus;        /* pinning, or NULL */
+    uint32_t threads;     /* compute threads of the device */
+    const uint32_t *cpus; /* pinning, or NULL */
     uint32_t cpu_count;
-    uint32_t lanes;              /* Executor Lanes: one workspace each */
-    uint32_t max_rows;           /* largest Execution Capacity */
-    uint64_t memory_bytes;       /* budget of the device: weights + workspaces; 0 = no limit */
-    bool zero_output;            /* test aid: write zeros instead of the result */
+    uint32_t lanes;        /* Executor Lanes: one workspace each */
+    uint32_t max_rows;     /* largest Execution Capacity */
+    uint64_t memory_bytes; /* budget of the device: weights + workspaces; 0 = no limit */
+    bool zero_output;      /* test aid: write zeros instead of the result */
 } ffn_runtime_config_t;
 
 xp_status_t ffn_runtime_create(const ffn_runtime_config_t *config, ffn_runtime_t **runtime_out);
@@ -36,42 +36,48 @@ void ffn_runtime_destroy(ffn_runtime_t *runtime);
 typedef void (*ffn_progress_t)(void *context, uint64_t done_bytes, uint64_t total_bytes);
 
 typedef struct ffn_install {
-    uint32_t model;              /* index in the plan, < FFN_MAX_MODELS */
+    uint32_t model; /* index in the plan, < FFN_MAX_MODELS */
     const char *model_id;
-    const char *path;            /* checkpoint folder or GGUF file */
-    xp_dtype_t dtype;            /* AUTO keeps the checkpoint's; plain types convert plain tensors */
-    bool dummy;                  /* load_format = "dummy": seeded random weights, shape from the spec */
-    uint32_t tp_rank, tp_size;   /* shard: intermediate (dense) and expert width split by tp_size */
-    uint32_t readers;            /* parallel reader threads, >= 1 */
-    ffn_progress_t progress;     /* may be NULL */
+    const char *path; /* checkpoint folder or GGUF file */
+    xp_dtype_t dtype; /* AUTO keeps the checkpoint's; plain types convert plain tensors */
+    bool dummy;       /* load_format = "dummy": seeded random weights, shape from the spec */
+    uint32_t tp_rank, tp_size; /* shard: intermediate (dense) and expert width split by tp_size */
+    uint32_t readers;          /* parallel reader threads, >= 1 */
+    ffn_progress_t progress;   /* may be NULL */
     void *progress_context;
 } ffn_install_t;
 
-/* Loads this shard's tensors of every layer into a memfd named "xpool-ffn:<model_id>" (so that smaps
- * shows what it is), packs them for the selected kernels, forms signatures and templates. Either the
- * whole model is installed or nothing is left of it. XP_NO_MEMORY names needed and left bytes. */
+/* Loads this shard's tensors of every layer into a memfd named "xpool-ffn:<model_id>" (so that
+ * smaps shows what it is), packs them for the selected kernels, forms signatures and templates.
+ * Either the whole model is installed or nothing is left of it. XP_NO_MEMORY names needed and left
+ * bytes. */
 xp_status_t ffn_runtime_install(ffn_runtime_t *runtime, const ffn_install_t *install);
 void ffn_runtime_uninstall(ffn_runtime_t *runtime, uint32_t model);
 
-/* Exact bytes ffn_runtime_install() will take for that shard (planner's ledger): weights, tables. */
+/* Exact bytes ffn_runtime_install() will take for that shard (planner's ledger): weights, tables.
+ */
 xp_status_t ffn_install_bytes(const model_spec_t *spec, const checkpoint_t *checkpoint,
                               xp_dtype_t dtype, uint32_t tp_size, uint64_t *bytes_out);
-/* Bytes of workspaces for these widths (planner's ledger). */
+/* Bytes of workspaces for these widths (planner's ledger). `max_intermediate` is the largest
+ * ffn_workspace_width() of the models on the device: an MoE row is as wide as its top_k experts. */
 uint64_t ffn_workspace_bytes(uint32_t threads, uint32_t lanes, uint32_t max_rows,
                              uint32_t max_hidden, uint32_t max_intermediate, uint32_t max_experts);
 
-/* out[rows][hidden] = this shard's partial of FFN(in[rows][hidden]); layer counts the model's decoder
- * layers from 0. rows 0..max_rows. Called by one thread at a time a lane; the runtime serialises
- * lanes on its team. With tp_size 1 the partial is the complete result. Router work is repeated on
- * each shard from the same input, so all shards choose the same experts. */
+/* Floats of activations one row needs in the widest layer of this shard. */
+uint32_t ffn_workspace_width(const model_spec_t *spec, uint32_t tp_size);
+
+/* out[rows][hidden] = this shard's partial of FFN(in[rows][hidden]); layer counts the model's
+ * decoder layers from 0. rows 0..max_rows. Called by one thread at a time a lane; the runtime
+ * serialises lanes on its team. With tp_size 1 the partial is the complete result. Router work is
+ * repeated on each shard from the same input, so all shards choose the same experts. */
 xp_status_t ffn_runtime_execute(ffn_runtime_t *runtime, uint32_t lane, uint32_t model,
                                 uint32_t layer, uint32_t rows, const float *in, float *out);
 
 typedef struct ffn_stats {
-    uint64_t weight_bytes;       /* over all installed models */
+    uint64_t weight_bytes; /* over all installed models */
     uint64_t workspace_bytes;
     uint32_t signatures, templates;
-    uint64_t executions, rows;   /* since start */
+    uint64_t executions, rows; /* since start */
     uint64_t busy_ns;
 } ffn_stats_t;
 void ffn_runtime_stats(const ffn_runtime_t *runtime, ffn_stats_t *stats_out);

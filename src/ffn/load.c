@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Parallel readers of a shard's weights.
+ *
+ * Each reader takes the next matrix from a counter, reads its rows or columns of this shard
+ * straight into place (through a small buffer where the dtype changes), and packs it for the
+ * kernels. Readers live for one load_shard(); memory beyond the shard is one buffer a reader and,
+ * while packing, 16 rows. Nothing else of the checkpoint is read.
+ */
+#include "ffn/load.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+
+#define LOAD_BUFFER_BYTES (1u << 20)
+#define LOAD_MAX_READERS  64
+
+typedef struct load_job {
+    const ffn_install_t *install;
+    const checkpoint_t *checkpoint;
+    const layout_t *layout;
+    uint8_t *memory;
+    bool *packed;
+    uint64_t total_bytes;
+    _Atomic size_t next; /* next item nobody has taken */
+    _Atomic uint64_t done_bytes;
+    _Atomic bool failed;
+    pthread_mutex_t error_lock;
+    xp_error_t error; /* the first one; statuses are recorded by thread */
+} load_job_t;
+
+static void load_record_error(load_job_t *job, xp_status_t status)
+{
+    pthread_mutex_lock(&job->error_lock);
+    if (!atomic_load(&job->failed)) {
+        job->error = *xp_error_last();
+        job->error.status = status;
+        atomic_store(&job->failed, true);
+    }
+    pthread_mutex_unlock(&job->error_lock);
+}
+
+static void load_report(load_job_t *job, uint64_t bytes)
+{
+    uint64_t done = atomic_fetch_add(&job->done_bytes, bytes) + bytes;
+    if (job->install->progress)
+        job->install->progress(job->install->progress_context, done, job->total_bytes);
+}
+
+static xp_status_t load_read_item(load_job_t *job, const layout_item_t *item, uint8_t *out,
+                                  uint8_t *buffer)
+{
+    xp_dtype_t found = item->tensor->dtype;
+    uint32_t rank = job->install->tp_rank;
+    uint64_t first_row = item->axis == LAYOUT_ROWS ? (uint64_t)rank * item->rows : 0;
+    uint64_t first_column = item->axis == LAYOUT_COLUMNS ? (uint64_t)rank * item->columns : 0;
+    size_t found_bytes = xp_dtype_row_bytes(found, item->columns);
+    size_t row_bytes = xp_dtype_row_bytes(item->dtype, item->columns);
+    uint64_t step = LOAD_BUFFER_BYTES / found_bytes;
+    step = step ? step : 1;
+    for (uint64_t row = 0; row < item->rows && !atomic_load(&job->failed); row += step) {
+        uint64_t rows = item->rows - row < step ? item->rows - row : step;
+        uint8_t *at = out + row * row_bytes;
+        uint8_t *target = found == item->dtype ? at : buffer;
+        XP_TRY(checkpoint_read_rows(job->checkpoint, item->tensor, first_row + row, rows,
+                                    first_column, item->columns, target));
+        if (target == buffer)
+            kernels_convert(found, buffer, item->dtype, at, rows * item->columns);
+        load_report(job, rows * row_bytes);
+    }
+    return XP_OK;
+}
+
+static uint64_t load_mix(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+/* Uniform weights of variance 1 / columns, which keeps the size of activations. An element's value
+ * is a function of its name and place in the whole matrix, so shards of any split fit together. */
+static void load_make_up(load_job_t *job, const layout_item_t *item, uint8_t *out,
+                         float *row_buffer)
+{
+    uint32_t rank = job->install->tp_rank;
+    uint64_t first_row = item->axis == LAYOUT_ROWS ? (uint64_t)rank * item->rows : 0;
+    uint64_t first_column = item->axis == LAYOUT_COLUMNS ? (uint64_t)rank * item->columns : 0;
+    size_t row_bytes = xp_dtype_row_bytes(item->dtype, item->columns);
+    float scale = sqrtf(3.0f / (float)item->whole_columns) * 0x1p-31f;
+    uint64_t name = 0x9e3779b97f4a7c15u;
+    for (const char *c = item->name; *c; c++)
+        name = load_mix(name + (uint8_t)*c);
+    for (uint64_t row = 0; row < item->rows && !atomic_load(&job->failed); row++) {
+        uint64_t seed = name + (first_row + row) * item->whole_columns + first_column;
+        for (uint32_t k = 0; k < item->columns; k++)
+            row_buffer[k] = scale * (float)(int32_t)load_mix((seed + k) * 0x9e3779b97f4a7c15u);
+        kernels_convert(XP_DTYPE_F32, row_buffer, item->dtype, out + row * row_bytes,
+                        item->columns);
+    }
+    load_report(job, item->rows * row_bytes);
+}
+
+static xp_status_t load_item(load_job_t *job, size_t index, uint8_t *buffer)
+{
+    const layout_item_t *item = &job->layout->items[index];
+    uint8_t *out = job->memory + item->offset;
+    if (!item->tensor)
+        load_make_up(job, item, out, (float *)buffer);
+    else if (item->role == LAYOUT_BIAS)
+        XP_TRY(checkpoint_read_f32(job->checkpoint, item->tensor, (float *)out));
+    else
+        XP_TRY(load_read_item(job, item, out, buffer));
+    if (item->role == LAYOUT_BIAS)
+        return XP_OK;
+    kernels_matrix_t matrix = {
+        .dtype = item->dtype, .rows = item->rows, .columns = item->columns, .data = out};
+    XP_TRY(kernels_matrix_pack(&matrix));
+    job->packed[index] = matrix.packed;
+    return XP_OK;
+}
+
+/* A row must fit the buffer, in FP32 for made-up weights and in its own dtype otherwise. */
+static size_t load_buffer_bytes(const layout_t *layout)
+{
+    size_t bytes = LOAD_BUFFER_BYTES;
+    for (size_t i = 0; i < layout->count; i++)
+        if (layout->items[i].columns * sizeof(float) > bytes)
+            bytes = layout->items[i].columns * sizeof(float);
+    return bytes;
+}
+
+static void *load_reader(void *context)
+{
+    load_job_t *job = context;
+    size_t bytes = load_buffer_bytes(job->layout);
+    uint8_t *buffer = malloc(bytes);
+    xp_status_t status =
+        buffer ? XP_OK : xp_fail(XP_NO_MEMORY, "no memory for a read buffer of %zu bytes", bytes);
+    while (status == XP_OK && !atomic_load(&job->failed)) {
+        size_t index = atomic_fetch_add(&job->next, 1);
+        if (index >= job->layout->count)
+            break;
+        status = load_item(job, index, buffer);
+    }
+    if (status != XP_OK)
+        load_record_error(job, status);
+    free(buffer);
+    return NULL;
+}
+
+xp_status_t load_shard(const ffn_install_t *install, const checkpoint_t *checkpoint,
+                       const layout_t *layout, uint8_t *memory, bool *packed_out)
+{
+    load_job_t job = {.install = install,
+                      .checkpoint = checkpoint,
+                      .layout = layout,
+                      .memory = memory,
+                      .packed = packed_out,
+                      .error_lock = PTHREAD_MUTEX_INITIALIZER};
+    for (size_t i = 0; i < layout->count; i++)
+        if (layout->items[i].role != LAYOUT_BIAS || !layout->items[i].tensor)
+            job.total_bytes += layout->items[i].rows *
+                               xp_dtype_row_bytes(layout->items[i].dtype, layout->items[i].columns);
+    uint32_t readers = install->readers < 1 ? 1 : install->readers;
+    if (readers > LOAD_MAX_READERS)
+        readers = LOAD_MAX_READERS;
+    pthread_t threads[LOAD_MAX_READERS];
+    uint32_t started = 0;
+    /* Fewer threads than asked for only make it slower: the caller reads too. */
+    while (started + 1 < readers && pthread_create(&threads[started], NULL, load_reader, &job) == 0)
+        started++;
+    load_reader(&job);
+    for (uint32_t i = 0; i < started; i++)
+        pthread_join(threads[i], NULL);
+    if (atomic_load(&job.failed))
+        return xp_fail_at(job.error.status, job.error.file, job.error.line, "%s", job.error.text);
+    return XP_OK;
+}

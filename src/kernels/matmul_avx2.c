@@ -1,0 +1,455 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Matrix products with AVX2, FMA and F16C: two vectors ("halves") hold one column of the 16 rows of
+ * a panel.
+ *
+ * Pure functions, any thread. One decoder per dtype serves both uses, direct streaming (the decoded
+ * vectors meet 1 to 4 input rows in registers) and decoding into a tile, so the weights and the
+ * order of additions are the same in both. Chosen at run time; never called without AVX2.
+ */
+#include "kernels/matmul_avx2.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+#define MAX_HALVES 4 /* two panels for one row; one panel for 2 to 4 rows, else registers run out  \
+                      */
+
+/* Where decoded columns go. ROWS 0: into the tile; otherwise into the accumulators. Lives in
+ * registers after inlining. */
+typedef struct sink {
+    __m256 sum[MAX_HALVES][KERNELS_DIRECT_ROWS];
+    const float *x[KERNELS_DIRECT_ROWS];
+    float *tile;
+    size_t stride;
+} sink_t;
+
+/* Column k of HALVES half panels. */
+ALWAYS_INLINE void sink_take(sink_t *sink, const int HALVES, const int ROWS, uint32_t k,
+                             const __m256 *w)
+{
+    if (ROWS == 0) {
+        _mm256_storeu_ps(sink->tile + k * sink->stride, w[0]);
+        _mm256_storeu_ps(sink->tile + k * sink->stride + 8, w[1]);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+        __m256 x = _mm256_broadcast_ss(sink->x[r] + k);
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++)
+            sink->sum[h][r] = _mm256_fmadd_ps(w[h], x, sink->sum[h][r]);
+    }
+}
+
+/* Sixteen lanes of `bytes` bytes each at panel[h / 2] + offset: the address of half h. */
+ALWAYS_INLINE const uint8_t *half_at(const uint8_t *const *panel, int h, size_t offset,
+                                     uint32_t lane_bytes)
+{
+    return panel[h / 2] + offset + (size_t)(h % 2) * 8 * lane_bytes;
+}
+
+ALWAYS_INLINE __m256 load_f16(const uint8_t *at)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+}
+
+ALWAYS_INLINE __m256i load_words(const uint8_t *at)
+{
+    return _mm256_loadu_si256((const __m256i *)at);
+}
+
+ALWAYS_INLINE void block_f32(sink_t *sink, const int HALVES, const int ROWS,
+                             const uint8_t *const *panel, uint32_t count)
+{
+#pragma GCC unroll 2
+    for (uint32_t k = 0; k < count; k++) {
+        __m256 w[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++)
+            w[h] = _mm256_loadu_ps((const float *)half_at(panel, h, 64 * (size_t)k, 4));
+        sink_take(sink, HALVES, ROWS, k, w);
+    }
+}
+
+ALWAYS_INLINE void block_f16(sink_t *sink, const int HALVES, const int ROWS,
+                             const uint8_t *const *panel, uint32_t count)
+{
+#pragma GCC unroll 2
+    for (uint32_t k = 0; k < count; k++) {
+        __m256 w[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++)
+            w[h] = load_f16(half_at(panel, h, 32 * (size_t)k, 2));
+        sink_take(sink, HALVES, ROWS, k, w);
+    }
+}
+
+ALWAYS_INLINE void block_bf16(sink_t *sink, const int HALVES, const int ROWS,
+                              const uint8_t *const *panel, uint32_t count)
+{
+    const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
+    for (uint32_t k = 0; k < count; k += 2) {
+        __m256i pair[MAX_HALVES];
+        __m256 w[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++) {
+            pair[h] = load_words(half_at(panel, h, 32 * (size_t)k, 4));
+            w[h] = _mm256_castsi256_ps(_mm256_slli_epi32(pair[h], 16));
+        }
+        sink_take(sink, HALVES, ROWS, k, w);
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++)
+            w[h] = _mm256_castsi256_ps(_mm256_and_si256(pair[h], upper));
+        sink_take(sink, HALVES, ROWS, k + 1, w);
+    }
+}
+
+ALWAYS_INLINE void block_q8_0(sink_t *sink, const int HALVES, const int ROWS,
+                              const uint8_t *const *panel, uint32_t count)
+{
+    for (uint32_t b = 0; b < count / 32; b++) {
+        __m256 d[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++)
+            d[h] = load_f16(half_at(panel, h, 544 * (size_t)b, 2));
+#pragma GCC unroll 4
+        for (uint32_t i = 0; i < 32; i++) {
+            __m256 w[MAX_HALVES];
+#pragma GCC unroll 4
+            for (int h = 0; h < HALVES; h++) {
+                const uint8_t *q = half_at(panel, h, 544 * (size_t)b + 32 + 16 * i, 1);
+                __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)q));
+                w[h] = _mm256_mul_ps(d[h], _mm256_cvtepi32_ps(integers));
+            }
+            sink_take(sink, HALVES, ROWS, 32 * b + i, w);
+        }
+    }
+}
+
+/*
+ * Eight nibbles a lane: columns k .. k+7. Converting an integer to FP32 would compete with the
+ * multiply-adds for the same two ports, so the nibble q is put into the top mantissa bits of 1.0
+ * instead, which gives v = 1 + q/16; then w = (16 d) v + (m - 16 d) = d q + m. The caller passes
+ * scale = 16 d and offset = m - 16 d.
+ */
+ALWAYS_INLINE void nibbles_take(sink_t *sink, const int HALVES, const int ROWS,
+                                const uint8_t *const *panel, size_t offset_bytes,
+                                const __m256 *scale, const __m256 *offset, uint32_t k)
+{
+    const __m256i mask = _mm256_set1_epi32(15 << 19), one = _mm256_set1_epi32(0x3f800000);
+    __m256i q[MAX_HALVES];
+#pragma GCC unroll 4
+    for (int h = 0; h < HALVES; h++)
+        q[h] = load_words(half_at(panel, h, offset_bytes, 4));
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        __m256 w[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++) {
+            __m256i moved =
+                j < 5 ? _mm256_slli_epi32(q[h], 19 - 4 * j) : _mm256_srli_epi32(q[h], 4 * j - 19);
+            moved = _mm256_or_si256(_mm256_and_si256(moved, mask), one);
+            w[h] = _mm256_fmadd_ps(scale[h], _mm256_castsi256_ps(moved), offset[h]);
+        }
+        sink_take(sink, HALVES, ROWS, k + (uint32_t)j, w);
+    }
+}
+
+/* Q4_0 (MINIMUM 0, m = -8 d) and Q4_1 (MINIMUM 1). */
+ALWAYS_INLINE void block_q4(sink_t *sink, const int HALVES, const int ROWS, const int MINIMUM,
+                            const uint8_t *const *panel, uint32_t count)
+{
+    const size_t block_bytes = MINIMUM ? 320 : 288, header = MINIMUM ? 64 : 32;
+    for (uint32_t b = 0; b < count / 32; b++) {
+        __m256 scale[MAX_HALVES], offset[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++) {
+            __m256 d = load_f16(half_at(panel, h, block_bytes * b, 2));
+            scale[h] = _mm256_mul_ps(d, _mm256_set1_ps(16));
+            offset[h] =
+                MINIMUM
+                    ? _mm256_sub_ps(load_f16(half_at(panel, h, block_bytes * b + 32, 2)), scale[h])
+                    : _mm256_mul_ps(d, _mm256_set1_ps(-24));
+        }
+        for (uint32_t g = 0; g < 4; g++)
+            nibbles_take(sink, HALVES, ROWS, panel, block_bytes * b + header + 64 * g, scale,
+                         offset, 32 * b + 8 * g);
+    }
+}
+
+/* Six-bit field of a Q4_K panel block as FP32; half h of the three words at offset 64. */
+ALWAYS_INLINE __m256 q4_k_field(const uint8_t *const *panel, int h, uint32_t field)
+{
+    __m256i value;
+    if (field < 15) {
+        value = load_words(half_at(panel, h, 64 + 64 * (size_t)(field / 5), 4));
+        value = _mm256_srlv_epi32(value, _mm256_set1_epi32((int)(6 * (field % 5))));
+        value = _mm256_and_si256(value, _mm256_set1_epi32(63));
+    } else {
+        value = _mm256_srli_epi32(load_words(half_at(panel, h, 64, 4)), 30);
+        __m256i middle = _mm256_srli_epi32(load_words(half_at(panel, h, 128, 4)), 30);
+        __m256i high = _mm256_srli_epi32(load_words(half_at(panel, h, 192, 4)), 30);
+        value = _mm256_or_si256(value, _mm256_slli_epi32(middle, 2));
+        value = _mm256_or_si256(value, _mm256_slli_epi32(high, 4));
+    }
+    return _mm256_cvtepi32_ps(value);
+}
+
+ALWAYS_INLINE void block_q4_k(sink_t *sink, const int HALVES, const int ROWS,
+                              const uint8_t *const *panel, uint32_t count)
+{
+    (void)count; /* always one block of 256 */
+    for (uint32_t s = 0; s < 8; s++) {
+        __m256 scale[MAX_HALVES], offset[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++) {
+            __m256 d = load_f16(half_at(panel, h, 0, 2));
+            __m256 dmin = load_f16(half_at(panel, h, 32, 2));
+            scale[h] = _mm256_mul_ps(d, q4_k_field(panel, h, s));
+            scale[h] = _mm256_mul_ps(scale[h], _mm256_set1_ps(16));
+            offset[h] = _mm256_mul_ps(dmin, q4_k_field(panel, h, 8 + s));
+            offset[h] = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_add_ps(offset[h], scale[h]));
+        }
+        for (uint32_t g = 0; g < 4; g++)
+            nibbles_take(sink, HALVES, ROWS, panel, 256 + 256 * (size_t)s + 64 * g, scale, offset,
+                         32 * s + 8 * g);
+    }
+}
+
+ALWAYS_INLINE void block_q6_k(sink_t *sink, const int HALVES, const int ROWS,
+                              const uint8_t *const *panel, uint32_t count)
+{
+    (void)count;
+    const __m256i low_mask = _mm256_set1_epi32(15), high_mask = _mm256_set1_epi32(48);
+    for (uint32_t s = 0; s < 16; s++) {
+        __m256 scale[MAX_HALVES], offset[MAX_HALVES];
+        __m256i high[MAX_HALVES];
+#pragma GCC unroll 4
+        for (int h = 0; h < HALVES; h++) {
+            const uint8_t *scales = half_at(panel, h, 32 + 16 * (size_t)s, 1);
+            __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)scales));
+            scale[h] =
+                _mm256_mul_ps(load_f16(half_at(panel, h, 0, 2)), _mm256_cvtepi32_ps(integers));
+            offset[h] = _mm256_mul_ps(scale[h], _mm256_set1_ps(-32));
+            high[h] = load_words(half_at(panel, h, 288 + 2048 + 64 * (size_t)s, 4));
+        }
+#pragma GCC unroll 2
+        for (uint32_t g = 0; g < 2; g++) {
+            __m256i low[MAX_HALVES];
+#pragma GCC unroll 4
+            for (int h = 0; h < HALVES; h++)
+                low[h] = load_words(half_at(panel, h, 288 + 64 * (size_t)(2 * s + g), 4));
+#pragma GCC unroll 8
+            for (uint32_t j = 0; j < 8; j++) {
+                __m256 w[MAX_HALVES];
+                const uint32_t i = 8 * g + j;
+#pragma GCC unroll 4
+                for (int h = 0; h < HALVES; h++) {
+                    __m256i nibble = _mm256_and_si256(_mm256_srli_epi32(low[h], 4 * j), low_mask);
+                    __m256i upper = i < 2 ? _mm256_slli_epi32(high[h], 4 - 2 * i)
+                                          : _mm256_srli_epi32(high[h], 2 * i - 4);
+                    upper = _mm256_or_si256(nibble, _mm256_and_si256(upper, high_mask));
+                    /* scale * (q - 32), with the product rounded once. */
+                    w[h] = _mm256_fmadd_ps(scale[h], _mm256_cvtepi32_ps(upper), offset[h]);
+                }
+                sink_take(sink, HALVES, ROWS, 16 * s + i, w);
+            }
+        }
+    }
+}
+
+ALWAYS_INLINE void block_any(sink_t *sink, const xp_dtype_t dtype, const int HALVES, const int ROWS,
+                             const uint8_t *const *panel, uint32_t count)
+{
+    switch (dtype) {
+    case XP_DTYPE_F32:
+        block_f32(sink, HALVES, ROWS, panel, count);
+        break;
+    case XP_DTYPE_F16:
+        block_f16(sink, HALVES, ROWS, panel, count);
+        break;
+    case XP_DTYPE_BF16:
+        block_bf16(sink, HALVES, ROWS, panel, count);
+        break;
+    case XP_DTYPE_Q8_0:
+        block_q8_0(sink, HALVES, ROWS, panel, count);
+        break;
+    case XP_DTYPE_Q4_0:
+        block_q4(sink, HALVES, ROWS, 0, panel, count);
+        break;
+    case XP_DTYPE_Q4_1:
+        block_q4(sink, HALVES, ROWS, 1, panel, count);
+        break;
+    case XP_DTYPE_Q4_K:
+        block_q4_k(sink, HALVES, ROWS, panel, count);
+        break;
+    default:
+        block_q6_k(sink, HALVES, ROWS, panel, count);
+        break;
+    }
+}
+
+/* HALVES / 2 panels, ROWS rows, all columns. */
+ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int HALVES, const int ROWS,
+                                 const uint8_t *panel, size_t panel_bytes, uint32_t columns,
+                                 const float *const *x, float *y, size_t y_stride)
+{
+    const uint8_t *at[MAX_HALVES / 2];
+    const size_t step = xp_dtype_row_bytes(dtype, KERNELS_K_BLOCK) * KERNELS_PANEL;
+    sink_t sink;
+    for (int p = 0; p < HALVES / 2; p++)
+        at[p] = panel + (size_t)p * panel_bytes;
+    for (uint32_t k0 = 0; k0 < columns; k0 += KERNELS_K_BLOCK) {
+        uint32_t count = columns - k0 < KERNELS_K_BLOCK ? columns - k0 : KERNELS_K_BLOCK;
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            sink.x[r] = x[r] + k0;
+#pragma GCC unroll 4
+            for (int h = 0; h < HALVES; h++)
+                sink.sum[h][r] = _mm256_setzero_ps();
+        }
+        block_any(&sink, dtype, HALVES, ROWS, at, count);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int h = 0; h < HALVES; h++) {
+                float *out = y + r * y_stride + h * 8;
+                __m256 sum = sink.sum[h][r];
+                if (k0 > 0)
+                    sum = _mm256_add_ps(_mm256_loadu_ps(out), sum);
+                _mm256_storeu_ps(out, sum);
+            }
+        for (int p = 0; p < HALVES / 2; p++)
+            at[p] += step;
+    }
+}
+
+typedef struct direct_call {
+    const uint8_t *panel;
+    size_t panel_bytes;
+    uint32_t panels, columns;
+    const float *const *x;
+    float *y;
+    size_t y_stride;
+} direct_call_t;
+
+ALWAYS_INLINE void direct_rows(const xp_dtype_t dtype, const int HALVES, const int ROWS,
+                               const direct_call_t *call)
+{
+    uint32_t p = 0, step = (uint32_t)HALVES / 2;
+    for (; p + step <= call->panels; p += step)
+        direct_panels(dtype, HALVES, ROWS, call->panel + p * call->panel_bytes, call->panel_bytes,
+                      call->columns, call->x, call->y + p * KERNELS_PANEL, call->y_stride);
+    if (step > 1 && p < call->panels)
+        direct_panels(dtype, 2, ROWS, call->panel + p * call->panel_bytes, call->panel_bytes,
+                      call->columns, call->x, call->y + p * KERNELS_PANEL, call->y_stride);
+}
+
+#define DIRECT_OF_DTYPE(NAME, DTYPE)                                                               \
+    static void direct_##NAME(uint32_t rows, const direct_call_t *call)                            \
+    {                                                                                              \
+        switch (rows) {                                                                            \
+        case 1:                                                                                    \
+            direct_rows(DTYPE, 4, 1, call);                                                        \
+            break;                                                                                 \
+        case 2:                                                                                    \
+            direct_rows(DTYPE, 2, 2, call);                                                        \
+            break;                                                                                 \
+        case 3:                                                                                    \
+            direct_rows(DTYPE, 2, 3, call);                                                        \
+            break;                                                                                 \
+        default:                                                                                   \
+            direct_rows(DTYPE, 2, 4, call);                                                        \
+            break;                                                                                 \
+        }                                                                                          \
+    }                                                                                              \
+    static void decode_##NAME(const uint8_t *panel, uint32_t count, float *tile, size_t stride)    \
+    {                                                                                              \
+        sink_t sink = {.tile = tile, .stride = stride};                                            \
+        block_any(&sink, DTYPE, 2, 0, &panel, count);                                              \
+    }
+DIRECT_OF_DTYPE(f32, XP_DTYPE_F32)
+DIRECT_OF_DTYPE(f16, XP_DTYPE_F16)
+DIRECT_OF_DTYPE(bf16, XP_DTYPE_BF16)
+DIRECT_OF_DTYPE(q8_0, XP_DTYPE_Q8_0)
+DIRECT_OF_DTYPE(q4_0, XP_DTYPE_Q4_0)
+DIRECT_OF_DTYPE(q4_1, XP_DTYPE_Q4_1)
+DIRECT_OF_DTYPE(q4_k, XP_DTYPE_Q4_K)
+DIRECT_OF_DTYPE(q6_k, XP_DTYPE_Q6_K)
+
+static const struct {
+    void (*direct)(uint32_t rows, const direct_call_t *call);
+    void (*decode)(const uint8_t *panel, uint32_t count, float *tile, size_t stride);
+} by_dtype[XP_DTYPE_COUNT] = {
+    [XP_DTYPE_F32] = {direct_f32, decode_f32},    [XP_DTYPE_F16] = {direct_f16, decode_f16},
+    [XP_DTYPE_BF16] = {direct_bf16, decode_bf16}, [XP_DTYPE_Q8_0] = {direct_q8_0, decode_q8_0},
+    [XP_DTYPE_Q4_0] = {direct_q4_0, decode_q4_0}, [XP_DTYPE_Q4_1] = {direct_q4_1, decode_q4_1},
+    [XP_DTYPE_Q4_K] = {direct_q4_k, decode_q4_k}, [XP_DTYPE_Q6_K] = {direct_q6_k, decode_q6_k},
+};
+
+void matmul_avx2_direct(xp_dtype_t dtype, const uint8_t *panel, size_t panel_bytes, uint32_t panels,
+                        uint32_t columns, uint32_t rows, const float *const *x, float *y,
+                        size_t y_stride)
+{
+    direct_call_t call = {panel, panel_bytes, panels, columns, x, y, y_stride};
+    by_dtype[dtype].direct(rows, &call);
+}
+
+void matmul_avx2_decode(xp_dtype_t dtype, const uint8_t *panel, uint32_t k0, uint32_t count,
+                        float *tile, size_t stride)
+{
+    by_dtype[dtype].decode(panel + xp_dtype_row_bytes(dtype, k0) * KERNELS_PANEL, count, tile,
+                           stride);
+}
+
+ALWAYS_INLINE void micro_tile(const int ROWS, uint32_t k, const float *x, const float *tile,
+                              float *c, size_t c_stride, bool accumulate)
+{
+    __m256 sum[6][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+        sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+    for (uint32_t i = 0; i < k; i++) {
+        __m256 low = _mm256_load_ps(tile + (size_t)i * KERNELS_PANEL);
+        __m256 high = _mm256_load_ps(tile + (size_t)i * KERNELS_PANEL + 8);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) {
+            __m256 value = _mm256_broadcast_ss(x + r * KERNELS_X_STRIDE + i);
+            sum[r][0] = _mm256_fmadd_ps(low, value, sum[r][0]);
+            sum[r][1] = _mm256_fmadd_ps(high, value, sum[r][1]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            float *out = c + r * c_stride + 8 * h;
+            __m256 value = sum[r][h];
+            if (accumulate)
+                value = _mm256_add_ps(_mm256_loadu_ps(out), value);
+            _mm256_storeu_ps(out, value);
+        }
+}
+
+#define MICRO_CASE(ROWS)                                                                           \
+    case ROWS:                                                                                     \
+        micro_tile(ROWS, k, x, tile, c, c_stride, accumulate);                                     \
+        break;
+
+void matmul_avx2_micro(uint32_t rows, uint32_t panels, uint32_t k, const float *x,
+                       const float *tile, float *c, size_t c_stride, bool accumulate)
+{
+    (void)panels; /* micro_panels is 1 */
+    switch (rows) {
+        MICRO_CASE(1)
+        MICRO_CASE(2)
+        MICRO_CASE(3)
+        MICRO_CASE(4)
+        MICRO_CASE(5)
+        MICRO_CASE(6)
+    }
+}
+#endif
