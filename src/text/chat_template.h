@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Chat templates: renderers in C for the supported families, chosen by recognising the checkpoint's
- * Jinja text; byte-exact against Jinja. An unknown template is XP_UNSUPPORTED and says how to override:
- * models[].chat_template = "chatml" | "smollm2" | "qwen3" | "qwen2.5" | ... (chat_template_names()).
+ * Jinja text; byte-exact against Jinja. An unknown template is XP_UNSUPPORTED and says how to
+ * override: models[].chat_template = "chatml" | "smollm2" | "qwen3" | "qwen2.5" | ...
+ * (chat_template_names()).
  */
 #ifndef XPOOL_TEXT_CHAT_TEMPLATE_H
 #define XPOOL_TEXT_CHAT_TEMPLATE_H
@@ -16,20 +17,21 @@
 typedef struct chat_template chat_template_t;
 
 typedef struct chat_message {
-    const char *role;          /* "system", "user", "assistant", "tool" */
-    const char *content;       /* NUL-terminated UTF-8; NULL counts as "" */
-    const char *reasoning;     /* reasoning_content, or NULL */
+    const char *role;            /* "system", "user", "assistant", "tool" */
+    const char *content;         /* NUL-terminated UTF-8; NULL counts as "" */
+    const char *reasoning;       /* reasoning_content, or NULL */
     const char *tool_calls_json; /* JSON array text, or NULL */
 } chat_message_t;
 
 typedef struct chat_options {
     bool add_generation_prompt;
-    int enable_thinking;       /* -1 = not given, 0, 1 (Qwen3) */
-    const char *tools_json;    /* JSON array text, or NULL */
+    int enable_thinking;    /* -1 = not given, 0, 1 (Qwen3) */
+    const char *tools_json; /* JSON array text, or NULL */
 } chat_options_t;
 
 /* `path` as in tokenizer_load(): tokenizer_config.json, chat_template.jinja or GGUF metadata.
- * `override_name`: NULL or "" to recognise. XP_NOT_FOUND when the checkpoint has no template (base model). */
+ * `override_name`: NULL or "" to recognise. XP_NOT_FOUND when the checkpoint has no template (base
+ * model). */
 xp_status_t chat_template_load(const char *path, const char *override_name,
                                chat_template_t **template_out);
 void chat_template_destroy(chat_template_t *chat_template);
