@@ -38,14 +38,16 @@ typedef struct engine_config {
     uint32_t cpu_count;
     uint32_t decode_rows;           /* most sequences decoded in one step */
     uint32_t prefill_rows;          /* most prompt tokens in one step (chunk) */
+    uint32_t max_rows;              /* most rows of one FFN call; 0 = decode_rows + prefill_rows */
     uint32_t max_context;           /* tokens; 0 = the checkpoint's */
     uint64_t kv_bytes;              /* KV Cache budget; 0 = from kv_tokens */
     uint32_t kv_tokens;             /* capacity in tokens when kv_bytes is 0 */
     uint32_t page_tokens;           /* 0 = 16 */
     bool prefix_cache;
-    uint32_t queue_limit;           /* waiting requests at most; more: XP_RETRY */
-    uint64_t queue_timeout_ns;      /* waiting longer ends the request */
-    uint64_t request_timeout_ns;
+    uint32_t queue_limit;           /* waiting requests at most, besides the decode_rows that may run;
+                                     * more: XP_RETRY */
+    uint64_t queue_timeout_ns;      /* waiting longer ends the request; 0 = no limit */
+    uint64_t request_timeout_ns;    /* 0 = no limit */
     uint64_t ttft_ns, tbt_ns;       /* SLO */
     engine_ffn_t ffn;
     xp_clock_t clock;

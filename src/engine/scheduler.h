@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Which sequences run, and which of their rows the next step carries. Pure state, no threads and no
+ * clock of its own: the engine thread drives it, tests step it by hand.
+ *
+ * Waiting requests are admitted in order of arrival, as soon as KV pages for all their tokens can
+ * be had. A step carries one row of every decoding sequence, then prefill chunks, earliest SLO
+ * deadline first. When a decoding sequence needs a page and none is left, the youngest running
+ * sequence goes back to waiting; the oldest is never preempted, so one always gets on.
+ */
+#ifndef XPOOL_ENGINE_SCHEDULER_H
+#define XPOOL_ENGINE_SCHEDULER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "engine/engine.h"
+#include "engine/model.h"
+#include "engine/pages.h"
+#include "engine/text.h"
+
+typedef enum engine_sequence_state {
+    ENGINE_SEQUENCE_FREE = 0,
+    ENGINE_SEQUENCE_SUBMITTED, /* in the inbox */
+    ENGINE_SEQUENCE_WAITING,
+    ENGINE_SEQUENCE_RUNNING,
+    ENGINE_SEQUENCE_ENDING, /* holds no KV; its last events wait for room */
+} engine_sequence_state_t;
+
+typedef struct engine_sequence {
+    /* Set by the submitter. */
+    uint64_t request; /* rises with arrival; 0 = the slot is free */
+    engine_sampling_t sampling;
+    uint64_t seed, arrival_ns;
+    int32_t *tokens; /* [max_context + 1]: prompt, then generated */
+    uint32_t prompt_count;
+    bool cancel; /* under the engine's lock */
+
+    /* Engine thread. */
+    engine_sequence_state_t state;
+    bool admitted_before, counted;
+    uint32_t count;    /* tokens known */
+    uint32_t computed; /* of them with K and V in the cache */
+    uint32_t *pages;   /* [pages of max_context] */
+    uint32_t page_count;
+    uint32_t tree_pages;    /* the first so many pages are nodes of the prefix cache */
+    uint32_t cached_tokens; /* found in the prefix cache at first admission */
+    uint32_t prompt_sent;   /* PROMPT events produced */
+    uint32_t preemptions;
+    uint64_t admitted_ns, first_token_ns, last_token_ns;
+    engine_text_t text;
+
+    /* How it ended. */
+    engine_finish_t finish;
+    int32_t stop_token, stop_string; /* -1 = none */
+    char error[256];
+} engine_sequence_t;
+
+typedef struct engine_scheduler {
+    engine_pages_t *pages;
+    bool prefix_cache;
+    uint32_t max_running, prefill_rows, max_rows, prompt_rows;
+    uint64_t ttft_ns, tbt_ns;
+    engine_sequence_t **waiting, **running; /* each in order of arrival */
+    uint32_t waiting_count, running_count, capacity;
+    uint64_t preemptions;
+} engine_scheduler_t;
+
+typedef struct engine_batch {
+    engine_sequence_t **sequences; /* of each span */
+    engine_span_t *spans;
+    uint32_t count, rows;
+    uint32_t kind;            /* transport_kind_t */
+    uint64_t slo_deadline_ns; /* 0 = none */
+} engine_batch_t;
+
+/* capacity: most sequences at once; prompt_rows: most rows a step that PROMPT events are wanted
+ * for. */
+xp_status_t engine_scheduler_init(engine_pages_t *pages, bool prefix_cache, uint32_t capacity,
+                                  uint32_t decode_rows, uint32_t prefill_rows, uint32_t max_rows,
+                                  uint32_t prompt_rows, uint64_t ttft_ns, uint64_t tbt_ns,
+                                  engine_scheduler_t *scheduler_out);
+void engine_scheduler_fini(engine_scheduler_t *scheduler);
+xp_status_t engine_batch_init(uint32_t decode_rows, engine_batch_t *batch_out);
+void engine_batch_fini(engine_batch_t *batch);
+
+void engine_scheduler_add(engine_scheduler_t *scheduler, engine_sequence_t *sequence);
+/* Waiting to running, while pages and places last. */
+void engine_scheduler_admit(engine_scheduler_t *scheduler, uint64_t now_ns);
+/* Forms the next step's batch; may preempt. An empty batch means that nothing runs. */
+void engine_scheduler_pick(engine_scheduler_t *scheduler, engine_batch_t *batch);
+/* After the step: the batch's rows are computed; full pages enter the prefix cache. */
+void engine_scheduler_computed(engine_scheduler_t *scheduler, const engine_batch_t *batch);
+/* Takes a sequence out of whatever list it is in and gives its pages back. */
+void engine_scheduler_remove(engine_scheduler_t *scheduler, engine_sequence_t *sequence);
+#endif
