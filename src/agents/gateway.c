@@ -30,9 +30,9 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         return;
     }
     const xpw_Backend *backend = &envelope->body.backend;
-    http_gateway_state_t state = backend->state == WIRE_BACKEND_UP     ? HTTP_GATEWAY_UP
-                                 : backend->state == WIRE_BACKEND_DOWN ? HTTP_GATEWAY_DOWN
-                                                                       : HTTP_GATEWAY_STARTING;
+    http_backend_state_t state = backend->state == WIRE_BACKEND_UP     ? HTTP_BACKEND_UP
+                                 : backend->state == WIRE_BACKEND_DOWN ? HTTP_BACKEND_DOWN
+                                                                       : HTTP_BACKEND_STARTING;
     if (http_gateway_set_backend(self->http, backend->model, backend->host, (uint16_t)backend->port,
                                  state, backend->reason) != XP_OK)
         xp_log_error("cannot route a model");
@@ -76,7 +76,7 @@ int gateway_run(const config_t *config)
     http_gateway_config_t http = {
         .host = self->host,
         .port = (uint16_t)port,
-        .request_timeout_ns = (uint64_t)(config->deadlines.request * (double)XP_NS_PER_S),
+        .response_timeout_ms = (uint32_t)(config->deadlines.request * 1000.0),
     };
     self->base = event_base_new();
     if (self->base)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: MIT
+"""Writes docs/results/<bench>.json: machine, date, commit, command and rows of metric, value, unit,
+floor, peer, target, note. scripts/render-results makes the pages from these files."""
+
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def machine():
+    name = platform.machine()
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.split(":", 1)[1].strip()
+            break
+    memory = 0
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            memory = int(line.split()[1]) >> 20
+    return f"{name}, {len(os.sched_getaffinity(0))} CPUs, {memory} GiB"
+
+
+def commit():
+    out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    return out.stdout.strip() if out.returncode == 0 else "unknown"
+
+
+def row(metric, value, unit, floor=None, peer=None, target=None, note=""):
+    return {
+        "metric": metric,
+        "value": round(value, 4),
+        "unit": unit,
+        "floor": None if floor is None else round(floor, 4),
+        "peer": None if peer is None else round(peer, 4),
+        "target": target,
+        "note": note,
+    }
+
+
+def show(rows):
+    for entry in rows:
+        extra = "".join(
+            f"  {key} {entry[key]}" for key in ("floor", "peer", "target") if entry.get(key) not in (None, "")
+        )
+        print(f"{entry['metric']:40} {entry['value']:>12} {entry['unit']}{extra}  {entry['note']}", flush=True)
+
+
+def write(bench, rows):
+    folder = ROOT / "docs" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+    data = {
+        "bench": bench,
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "command": " ".join(command),
+        "rows": rows,
+    }
+    path = folder / f"{bench}.json"
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")

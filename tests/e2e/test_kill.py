@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""kill -9 of any process. An Instance: the others go on, exact, and it may come back. Of an agent, the
+gateway or the daemon: everything ends within a second, with the one canonical failure and a non-zero
+exit. Of everything at once: nothing is left and the next start works."""
+
+import os
+import signal
+import time
+
+import harness
+import views
+
+MODELS = ("left", "right")
+LENGTH = 400
+
+
+def system_of_two(**more):
+    return harness.System([harness.model(m, dtype="float32") for m in MODELS], atn=2, ffn=2, **more)
+
+
+def instance():
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        want = system.generate("right", prompt["ids"], LENGTH, 120)
+        for attempt in range(2):
+            victim = system.stream("left", prompt["ids"], LENGTH, 60)
+            survivor = system.stream("right", prompt["ids"], LENGTH, 60)
+            victim.wait(2)
+            survivor.wait(2)
+            os.kill(system.pid("serve left"), signal.SIGKILL)
+            harness.check(survivor.result(120) == want, "the other Instance's tokens changed")
+            harness.check(system.up.poll() is None, "xpool up ended although only an Instance died")
+            harness.check(
+                system.generate("right", prompt["ids"], 48) == prompt["greedy_ids"], "a new request is not exact"
+            )
+            victim.thread.join(5)
+            harness.check(victim.error is not None, "the dead Instance's stream ended as if it were complete")
+            system.post("/generate", {"model": "left", "input_ids": prompt["ids"]}, 20, expect=503)
+            # Put back by hand, it serves again.
+            again = system.launch("serve", "left", log=system.folder / f"log.again{attempt}")
+            harness.wait_until(lambda: "left" in system.list_models(), 60, "the Instance is back")
+            system.hand = [again]
+            harness.check(
+                system.generate("left", prompt["ids"], 48, 60) == prompt["greedy_ids"], "not exact after its return"
+            )
+        system.hand = []
+        system.stop()
+
+
+def ends_all(role):
+    """kill -9 of this role under load: the whole system ends within a second with one failure."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        streams = [system.stream(m, prompt["ids"], LENGTH, 60) for m in MODELS]
+        for stream in streams:
+            stream.wait(2)
+        pid = system.pid(role)
+        names = system.roles()
+        others = {p: n for n, p in names.items() if p != pid and n != "up"}
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        harness.wait_until(lambda: not system.processes(), 20, f"everything ends (left: {system.roles()})", 0.005)
+        took = time.monotonic() - began
+        system.expect_end(None)
+        print(f"     {role}: {len(others)} other processes ended within {took * 1000:.0f} ms")
+        harness.check(took < 1.0 * harness.SLOW, f"it took {took:.2f} s until everything had ended")
+        views.check_one_failure(system, role)
+        for stream in streams:
+            stream.thread.join(5)
+            harness.check(not stream.thread.is_alive(), "a client's stream hangs after the end")
+            harness.check(stream.error is not None or not stream.done, "a stream looks complete after the failure")
+
+
+def atnagent():
+    ends_all("atnagent cpu:1")
+
+
+def ffnagent_coordinator():
+    ends_all("ffnagent cpu:2")
+
+
+def ffnagent_other():
+    ends_all("ffnagent cpu:3")
+
+
+def gateway():
+    ends_all("gateway")
+
+
+def daemon():
+    ends_all("daemon")
+
+
+def up():
+    """`up` itself: its children die with it."""
+    with system_of_two() as system:
+        system.start(120)
+        began = time.monotonic()
+        os.kill(system.up.pid, signal.SIGKILL)
+        harness.wait_until(lambda: not system.processes(), 20, f"everything ends (left: {system.roles()})", 0.005)
+        harness.check(time.monotonic() - began < 1.0 * harness.SLOW, "it took longer than a second")
+        system.up.wait(5)
+
+
+def everything():
+    """All at once, then the same configuration starts again, on the same ports and socket path."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        for attempt in range(3):
+            system.start(120)
+            streams = [system.stream(m, prompt["ids"], LENGTH, 60) for m in MODELS]
+            streams[0].wait(2)
+            for pid in system.processes():
+                os.kill(pid, signal.SIGKILL)
+            system.up.wait(10)
+            system.expect_nothing_left()
+            for stream in streams:
+                stream.thread.join(5)
+        system.start(120)
+        for m in MODELS:
+            harness.check(system.generate(m, prompt["ids"], 48) == prompt["greedy_ids"], "not exact after restart")
+        system.stop()
+
+
+def during_start():
+    """Each role killed as soon as it appears, before the system is ready: no hang, nothing left."""
+    for role in ("daemon", "ffnagent cpu:3", "atnagent cpu:0", "serve right", "gateway"):
+        with system_of_two() as system:
+            system.up = system.launch("up")
+            pid = harness.wait_until(lambda: system.roles().get(role), 20, f"{role} appears", 0.002)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            if role.startswith("serve"):
+                # Without this Instance the system cannot become ready; `up` may end or wait for it.
+                time.sleep(1)
+                if system.up.poll() is None:
+                    system.interrupt()
+                    system.up.wait(20 * harness.SLOW)
+            else:
+                system.up.wait(20 * harness.SLOW)
+                harness.check(system.up.returncode != 0, f"xpool up ended with 0 after {role} died")
+            system.expect_nothing_left()
+
+
+if __name__ == "__main__":
+    harness.main(
+        instance, atnagent, ffnagent_coordinator, ffnagent_other, gateway, daemon, up, everything, during_start
+    )

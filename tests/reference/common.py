@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: MIT
+"""What the reference programs of this folder share: where things lie, and comparison helpers."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SHARED = ROOT.parent / "shared"
+XPOOL = pathlib.Path(os.environ.get("XPOOL_BIN", ROOT / "build" / "bin" / "xpool"))
+BUILD = pathlib.Path(os.environ.get("XPOOL_BUILD", ROOT / "build"))
+TALES = ROOT / "models" / "tales"
+SMOLLM = ROOT / ".xpool-cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+SKIPPED = 77
+
+
+def skip(reason):
+    """Ends the program as skipped, with the reason as its last line."""
+    print(f"skipped: {reason}")
+    sys.exit(SKIPPED)
+
+
+def synth(architecture, out, seed, **options):
+    """A seeded checkpoint of a family, made by the program itself."""
+    command = [str(XPOOL), "model", "synth", "--arch", architecture, "--out", str(out), "--seed", str(seed)]
+    for name, value in options.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return pathlib.Path(out)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: MIT
+# Everything CTest runs beside the cmocka programs that CMakeLists.txt finds by convention: the test
+# tools and benchmarks that need a target of their own, end-to-end tests over real processes,
+# comparisons with references, models of the protocol, sanitizer builds, fuzzing and style.
+#
+# Exit code 77 of a script means "skipped", with the reason on its last line.
+
+# --- programs that are no tests by themselves ------------------------------------------------------
+function(xpool_tool name source)
+  if(NOT EXISTS ${CMAKE_SOURCE_DIR}/${source})
+    return()
+  endif()
+  foreach(library ${ARGN})
+    if(NOT TARGET ${library})
+      return()
+    endif()
+  endforeach()
+  add_executable(${name} ${source})
+  target_link_libraries(${name} PRIVATE ${ARGN})
+  target_compile_definitions(${name} PRIVATE XPOOL_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
+endfunction()
+xpool_tool(engine_forward tests/tools/engine_forward.c xpool_engine xpool_ffn)
+xpool_tool(bench_hop benches/bench_hop.c xpool_fabric)
+xpool_tool(bench_kernels benches/bench_kernels.c xpool_kernels)
+
+# The sanitizer builds take the programs above and the cmocka tests; the rest belongs to the plain one.
+if(XPOOL_SANITIZE OR XPOOL_FUZZ OR NOT TARGET xpool)
+  return()
+endif()
+
+set(XPOOL_TEST_PYTHON ${CMAKE_SOURCE_DIR}/scripts/test-python)
+set(XPOOL_TEST_ENVIRONMENT
+    "XPOOL_BIN=$<TARGET_FILE:xpool>"
+    "XPOOL_BUILD=${CMAKE_BINARY_DIR}"
+    "PYTHONPATH=${CMAKE_SOURCE_DIR}/tests/reference:${CMAKE_SOURCE_DIR}/tests/e2e"
+    "PYTHONDONTWRITEBYTECODE=1"
+    "PYTHONUNBUFFERED=1")
+
+# xpool_script_test(NAME labels timeout COMMAND...)
+function(xpool_script_test name labels timeout)
+  add_test(NAME ${name} COMMAND ${ARGN} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+  set_tests_properties(${name} PROPERTIES LABELS "${labels}" TIMEOUT ${timeout} SKIP_RETURN_CODE 77
+                       ENVIRONMENT "${XPOOL_TEST_ENVIRONMENT}")
+endfunction()
+
+# --- style -----------------------------------------------------------------------------------------
+xpool_script_test(style/layers style 60 scripts/check-layers)
+xpool_script_test(style/files style 120 scripts/check-style)
+xpool_script_test(style/generated-docs style 60 $<TARGET_FILE:xpool> config docs --check .)
+xpool_script_test(style/benchmark-pages style 60 scripts/render-results --check)
+
+# --- end to end: tests/e2e/test_*.py, each over a system of real processes --------------------------
+# They measure how fast things end, so each has the machine for itself.
+file(GLOB e2e_tests CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/e2e/test_*.py)
+foreach(test ${e2e_tests})
+  get_filename_component(name ${test} NAME_WE)
+  string(REGEX REPLACE "^test_" "" name ${name})
+  xpool_script_test(e2e/${name} e2e 600 ${XPOOL_TEST_PYTHON} --system ${test})
+  set_tests_properties(e2e/${name} PROPERTIES RUN_SERIAL TRUE)
+endforeach()
+
+# --- comparisons with references: Python programs of the environment made by scripts/test-venv ------
+# xpool_reference_test(NAME FILE TIMEOUT ARGUMENT...): registered when the file exists.
+function(xpool_reference_test name file timeout)
+  if(EXISTS ${CMAKE_SOURCE_DIR}/tests/reference/${file})
+    xpool_script_test(reference/${name} reference ${timeout}
+                      ${XPOOL_TEST_PYTHON} --venv tests/reference/${file} ${ARGN})
+  endif()
+endfunction()
+xpool_reference_test(tokenizers text_tokenizers.py 900 $<TARGET_FILE:xpool>)
+xpool_reference_test(templates text_templates.py 300 $<TARGET_FILE:xpool>)
+if(TARGET engine_forward)
+  xpool_reference_test(engine engine_hf.py 1200)
+endif()
+xpool_script_test(reference/openai-client "e2e;reference" 300
+                  ${XPOOL_TEST_PYTHON} --venv tests/e2e/openai_client.py)
+set_tests_properties(reference/openai-client PROPERTIES RUN_SERIAL TRUE)
+if(EXISTS ${CMAKE_SOURCE_DIR}/../shared/check/golden_serve.py)
+  xpool_script_test(e2e/golden-serve e2e 400 ${XPOOL_TEST_PYTHON} --system
+                    ../shared/check/golden_serve.py ../shared/data/tales/qwen3-moe)
+  xpool_script_test(e2e/golden-text e2e 120 ${XPOOL_TEST_PYTHON} --system
+                    ../shared/check/golden_text.py)
+  set_tests_properties(e2e/golden-serve PROPERTIES RUN_SERIAL TRUE)
+endif()
+
+# The demo itself, as a user runs it the second time.
+xpool_script_test(e2e/demo "e2e;reference" 300 scripts/demo)
+set_tests_properties(e2e/demo PROPERTIES RUN_SERIAL TRUE)
+
+# --- models of the protocol, data races ------------------------------------------------------------
+if(EXISTS ${CMAKE_SOURCE_DIR}/verify/run.sh)
+  xpool_script_test(verify/spin verify 300 sh verify/run.sh)
+endif()
+if(EXISTS ${CMAKE_SOURCE_DIR}/tests/tsan/run.sh)
+  xpool_script_test(sanitize/tsan "sanitize" 600 sh tests/tsan/run.sh)
+endif()
+
+# --- AddressSanitizer and UndefinedBehaviorSanitizer: every C test again, and a short serving run ---
+xpool_script_test(sanitize/build sanitize 1500 scripts/build-asan)
+xpool_script_test(sanitize/tests sanitize 1200 scripts/build-asan --test)
+xpool_script_test(sanitize/serving sanitize 600
+                  ${XPOOL_TEST_PYTHON} --system tests/e2e/test_golden.py --short)
+set_tests_properties(sanitize/build PROPERTIES FIXTURES_SETUP asan RUN_SERIAL TRUE)
+set_tests_properties(sanitize/tests sanitize/serving PROPERTIES FIXTURES_REQUIRED asan RUN_SERIAL TRUE)
+set_property(TEST sanitize/serving PROPERTY ENVIRONMENT "${XPOOL_TEST_ENVIRONMENT}"
+             "XPOOL_BIN=${CMAKE_SOURCE_DIR}/build-asan/bin/xpool" "XPOOL_SLOW=10")
+
+# --- fuzzing: 15 s a target ------------------------------------------------------------------------
+file(GLOB fuzz_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/fuzz/fuzz_*.c)
+if(fuzz_sources)
+  xpool_script_test(fuzz/build fuzz 1200 scripts/fuzz --build-only)
+  set_tests_properties(fuzz/build PROPERTIES FIXTURES_SETUP fuzz RUN_SERIAL TRUE)
+  foreach(source ${fuzz_sources})
+    get_filename_component(name ${source} NAME_WE)
+    string(REGEX REPLACE "^fuzz_" "" name ${name})
+    xpool_script_test(fuzz/${name} fuzz 120 scripts/fuzz --no-build --seconds 15 ${name})
+    set_tests_properties(fuzz/${name} PROPERTIES FIXTURES_REQUIRED fuzz)
+  endforeach()
+endif()
