@@ -30,6 +30,7 @@ typedef struct ffnagent {
     struct event_base *base;
     participant_t *participant;
     fabric_plan_t *plan;
+    uint64_t memory_bytes; /* the plan's budget: a default one differs from process to process */
     fabric_t *fabric;
     fabric_ffn_t *service;
     ffn_runtime_t *runtime;
@@ -106,7 +107,7 @@ static xp_status_t load_job(void *context)
         .cpus = self->device->cpu_count ? self->device->cpus : NULL,
         .cpu_count = self->device->cpu_count,
         .lanes = self->plan->lanes,
-        .memory_bytes = self->device->memory_bytes,
+        .memory_bytes = self->memory_bytes,
         .zero_output = zero && strcmp(zero, "1") == 0,
     };
     plan_widths(self, &runtime_config.max_rows);
@@ -216,6 +217,7 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
             participant_fail(self->participant, "Prepare out of order");
             return;
         }
+        self->memory_bytes = envelope->body.prepare.memory_bytes;
         struct timeval period = {.tv_usec = PROGRESS_PERIOD_MS * 1000};
         if (worker_start(&self->loader, self->base, load_job, load_done, self) != XP_OK ||
             event_add(self->on_progress, &period) != 0)

@@ -87,8 +87,8 @@ int gateway_run(const config_t *config)
         xp_log_error("cannot start");
         goto done;
     }
-    if (participant_create(self->base, config, xpw_Role_ROLE_GATEWAY, "gateway", 0, "", &handlers,
-                           &self->participant) != XP_OK) {
+    if (participant_create(self->base, config, xpw_Role_ROLE_GATEWAY, config->gateway.http, 0, "",
+                           &handlers, &self->participant) != XP_OK) {
         xp_log_error("cannot start");
         goto done;
     }

@@ -83,7 +83,7 @@ static xp_status_t spawn(up_t *up, const char *program, char *const *config_argu
 static xp_status_t spawn_all(up_t *up, const char *program, char *const *config_arguments)
 {
     const config_t *config = up->config;
-    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_NONE, "daemon",
+    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_NONE, config->daemon.socket,
                  (const char *const[]){"daemon", "serve", NULL}));
     for (uint32_t f = 0; f < config->ffn_count; f++)
         XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_FFNAGENT, config->ffn[f].name,
@@ -94,7 +94,7 @@ static xp_status_t spawn_all(up_t *up, const char *program, char *const *config_
     for (uint32_t m = 0; m < config->model_count; m++)
         XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_INSTANCE, config->models[m].id,
                      (const char *const[]){"serve", config->models[m].id, NULL}));
-    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_GATEWAY, "gateway",
+    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_GATEWAY, config->gateway.http,
                  (const char *const[]){"gateway", NULL}));
     return XP_OK;
 }

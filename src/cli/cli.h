@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The program's subcommands. Each lives in its own cmd_<name>.c as one function and is listed in the
- * table of main.c, from which --help is made. argv[0] is the subcommand's own name ("config dump").
+ * The program's subcommands. Each lives in its own cmd_<name>.c as one function and is listed in
+ * the table of main.c, from which --help is made. argv[0] is the subcommand's own name ("config
+ * dump").
  *
  * Exit codes: 0 success, 1 the thing asked for failed or is not so, 2 wrong usage or configuration,
  * 130 interrupted.
@@ -15,9 +16,10 @@
 #define CLI_EXIT_FAILED 1
 #define CLI_EXIT_USAGE  2
 
-/* Options every command that reads a configuration takes: --config FILE, --set KEY=VALUE (repeatable),
- * and --<registry key> VALUE for keys that allow the command line. Consumes those it knows from argv
- * (compacting it) and leaves the rest. Prints and returns CLI_EXIT_USAGE on error, else 0. */
+/* Options every command that reads a configuration takes: --config FILE, --set KEY=VALUE
+ * (repeatable), and --<registry key> VALUE for keys that allow the command line. Consumes those it
+ * knows from argv (compacting it) and leaves the rest. Prints and returns CLI_EXIT_USAGE on error,
+ * else 0. */
 int cli_take_config_options(int *argc, char **argv, config_overrides_t *overrides_out);
 /* As above, then config_load() and log set-up; prints errors. */
 int cli_load_config(int *argc, char **argv, config_t **config_out);

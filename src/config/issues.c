@@ -14,9 +14,11 @@ static void add(config_issues_t *issues, const config_origin_t *origin, uint32_t
     if (issues->count == CONFIG_MAX_ISSUES)
         return;
     config_issue_t *issue = &issues->items[issues->count];
+    /* A value of the command line has a position too, in its own text: of no use to anyone. */
+    bool in_file = origin && origin->kind == CONFIG_ORIGIN_FILE;
     issue->origin = origin;
-    issue->line = line;
-    issue->column = column;
+    issue->line = in_file ? line : 0;
+    issue->column = in_file ? column : 0;
     issue->order = issues->count++;
     vsnprintf(issue->text, sizeof(issue->text), format, arguments);
     /* Texts quote what was found; a report is one line an issue and safe for a terminal. */

@@ -46,7 +46,6 @@ static const config_choice_t format_choices[] = {{"text", XP_LOG_TEXT}, {"json",
 static const config_choice_t color_choices[] = {
     {"auto", XP_COLOR_AUTO}, {"always", XP_COLOR_ALWAYS}, {"never", XP_COLOR_NEVER}, {0}};
 
-/* clang-format off: one row a setting reads best as a table. */
 const config_setting_t config_settings[] = {
     {.key = "daemon.socket",
      ROOT(daemon.socket),
@@ -495,7 +494,6 @@ const config_setting_t config_settings[] = {
      .default_note = "on a terminal, unless NO_COLOR is set",
      .help = "Whether log lines are coloured."},
 };
-/* clang-format on */
 
 const uint32_t config_setting_count = sizeof(config_settings) / sizeof(config_settings[0]);
 _Static_assert(sizeof(config_settings) / sizeof(config_settings[0]) <= CONFIG_SETTINGS_MAX,

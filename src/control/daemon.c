@@ -232,8 +232,10 @@ void daemon_advance(daemon_t *daemon)
         set_state(daemon, DAEMON_PREPARING_EXECUTION);
         xpw_Envelope envelope = {.which_body = xpw_Envelope_prepare_tag};
         envelope.body.prepare.generation = daemon->planned->plan.generation;
-        for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
+        for (uint32_t f = 0; f < daemon->config->ffn_count; f++) {
+            envelope.body.prepare.memory_bytes = daemon->planned->ffn[f].budget_bytes;
             send_to(daemon->ffn[f], &envelope, NULL, 0);
+        }
         for (uint32_t i = 0; i < daemon->config->model_count; i++)
             daemon_try_attach(daemon, &daemon->instances[i]);
     }

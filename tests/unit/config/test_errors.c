@@ -16,6 +16,10 @@ static const mistake_t mistakes[] = {
     {"a = [\n[1],\n]\n[:models]\n", NULL, "f.toml:4:1: a table's header must begin with a key"},
     {"\xef\xbb\xbf  [[ .a]]\n", NULL, "f.toml:1:3: a table's header must begin with a key"},
     {"[]\n", NULL, "f.toml:1:2: "},
+    {"cache.root = \xc3\xa9\n", NULL, "f.toml:1:14: "},
+    {"cache.root\xc2\xa0= 1\n", NULL, "f.toml:1:11: "},
+    {"[\"\xc3\xa9\"]\n", NULL,
+     "f.toml:1:2: \"\xc3\xa9\": unknown key; xpool help settings lists the known ones"},
     {"[a.]\n", NULL, "f.toml:1:4: "},
     {"[[]]\n", NULL, "f.toml:1:3: "},
     /* unknown keys, with the nearest known one */

@@ -284,6 +284,16 @@ static void a_value_cannot_smuggle_in_a_second_one(void **state)
     config_destroy(config);
 }
 
+static void letters_beyond_ascii(void **state)
+{
+    static const char *const settings[] = {"cache.root=/tmp/\xc3\xa9t\xc3\xa9", NULL};
+    config_t *config = load_text(
+        TEST_MODEL "chat_template = \"\"\"a\\\n  \xc3\xa9\"\"\" # \xc3\xa9\n", settings, NULL, 0);
+    assert_string_equal(config->models[0].chat_template, "a\xc3\xa9");
+    assert_string_equal(config->cache_root, "/tmp/\xc3\xa9t\xc3\xa9");
+    config_destroy(config);
+}
+
 static void device_aliases(void **state)
 {
     config_t *config = load("[devices]\natn_cuda_devices = [0, 3]\nffn_cuda_devices = [1]\n");
@@ -532,6 +542,7 @@ int main(void)
         cmocka_unit_test_setup(every_setting_from_a_file, set_up),
         cmocka_unit_test_setup(command_line_values, set_up),
         cmocka_unit_test_setup(a_value_cannot_smuggle_in_a_second_one, set_up),
+        cmocka_unit_test_setup(letters_beyond_ascii, set_up),
         cmocka_unit_test_setup(device_aliases, set_up),
         cmocka_unit_test_setup(shared_roles, set_up),
         cmocka_unit_test_setup(runtime_folder, set_up),
