@@ -305,7 +305,7 @@ static const char synth_help[] =
     "  --dense-layers N       0 (MLA: 1), first layers of a MoE model that are dense\n"
     "  --norm-topk BOOL       true (deepseek-v2: false), renormalise the chosen experts' weights\n"
     "  --vocab N              512, at least 259\n"
-    "  --context N            2048\n"
+    "  --context N            2048 (with --rope llama3: 16384)\n"
     "  --rope KIND            none, linear, llama3 or yarn\n"
     "  --tied                 input and output embeddings are one matrix\n"
     "  --dtype TYPE           f32, bf16 or f16\n"
@@ -378,7 +378,7 @@ static bool synth_take_options(int *argc, char **argv, synth_options_t *options)
         {"--context", &options->context},
         {"--shards", &options->shards},
     };
-    uint32_t heads = options->heads, kv_heads = options->kv_heads;
+    uint32_t heads = options->heads, kv_heads = options->kv_heads, context = options->context;
     for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++) {
         uint64_t value = *numbers[i].value;
         if (!synth_take_number(argc, argv, numbers[i].name, UINT32_MAX, &value))
@@ -398,6 +398,9 @@ static bool synth_take_options(int *argc, char **argv, synth_options_t *options)
         !synth_take_word(argc, argv, "--norm-topk", booleans, &normalize))
         return false;
     options->rope = (model_rope_scaling_t)rope;
+    /* Llama 3 stretches a context of 8192, so a shorter one would make no sense. */
+    if (rope == MODEL_ROPE_LLAMA3 && options->context == context)
+        options->context = 16384;
     options->dtype = (xp_dtype_t)(XP_DTYPE_F32 + dtype);
     options->gguf = format == 1;
     options->normalize_top_k = normalize != 0;

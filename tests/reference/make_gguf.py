@@ -12,6 +12,7 @@ not ours. OUT_FOLDER gets one folder or file a fixture and manifest.txt, with on
 
 expected.f32 holds little-endian float32 values in Hugging Face order. A vector has 1 row.
 """
+import json
 import os
 import sys
 
@@ -21,8 +22,8 @@ from gguf import GGMLQuantizationType as T
 from gguf import GGUFWriter
 from gguf import quants
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 256, 512, 4, 2, 64, 96, 2
-EXPERTS, EXPERT_WIDTH = 8, 256
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 256, 512, 4, 2, 64, 40, 2
+EXPERTS, EXPERT_WIDTH = 4, 512
 QUANT_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]
 
 
@@ -170,7 +171,7 @@ class Model:
         self.writer.close()
 
 
-CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96,
+CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 40,
 "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
 "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "max_position_embeddings": 1024,
 "tie_word_embeddings": true}
@@ -202,6 +203,7 @@ def write_safetensors(output, rng, name, shards):
         shapes[hf + "mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
     files = [{} for _ in range(shards)]
     weight_map = {}
+    kept = []  # a TensorSpec holds an address only
     for number, (tensor, shape) in enumerate(shapes.items()):
         values = rng.standard_normal(shape, dtype=np.float32)
         kind = ("float32", "float16", "bfloat16")[number % 3]
@@ -213,8 +215,9 @@ def write_safetensors(output, rng, name, shards):
             values = (stored.astype("<u4") << 16).view("<f4")
         else:
             stored = values
-        files[number % shards][tensor] = {"dtype": kind, "shape": list(shape),
-                                          "data": stored.tobytes()}
+        kept.append(stored)
+        files[number % shards][tensor] = safetensors.TensorSpec(
+            dtype=kind, shape=list(shape), data_ptr=stored.ctypes.data, data_len=stored.nbytes)
         short = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[kind]
         output.expect(name, tensor, short, values)
         shard = f"model-{number % shards + 1:05d}-of-{shards:05d}.safetensors"
@@ -225,15 +228,11 @@ def write_safetensors(output, rng, name, shards):
         with open(path, "wb") as file:
             file.write(safetensors.serialize(tensors, {"format": "pt"}))
     if shards > 1:
-        import json
         with open(os.path.join(folder, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": {}, "weight_map": weight_map}, file)
 
 
-def main():
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    folder = sys.argv[1]
+def write(folder):
     os.makedirs(folder, exist_ok=True)
     output = Output(folder)
     rng = np.random.default_rng(20251129)
@@ -256,4 +255,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    write(sys.argv[1])
