@@ -192,7 +192,8 @@ static void exchange_pass(gateway_exchange_t *exchange, const char *data, size_t
 /* Passes on what is there. False when the exchange is over. */
 static bool exchange_read_body(gateway_exchange_t *exchange, struct evbuffer *input)
 {
-    /* Each turn consumes a part of an input that is bounded by its watermark. */
+    /* Each turn consumes a part of what one read brought; nothing is read while the client is full.
+     */
     while (exchange->framing != FRAMING_NONE) {
         if (exchange->framing == FRAMING_LENGTH && !exchange->remaining)
             break;
@@ -351,7 +352,6 @@ static void exchange_connect(gateway_exchange_t *exchange)
         exchange_fail(exchange, 503, "no memory for a connection");
         return;
     }
-    bufferevent_setwatermark(exchange->bev, EV_READ, 0, EXCHANGE_INPUT_BYTES);
     timer_set(exchange, gateway->config.connect_timeout_ms);
     /* No callbacks yet: libevent reports some failures before this call returns. */
     if (bufferevent_socket_connect(exchange->bev, (struct sockaddr *)&exchange->backend->address,

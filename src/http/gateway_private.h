@@ -14,7 +14,6 @@
 #include "http/http_server.h"
 
 #define EXCHANGE_MAGIC       0x78636867u
-#define EXCHANGE_INPUT_BYTES (64u * 1024u)
 #define EXCHANGE_HEAD_BYTES  (32u * 1024u)
 #define EXCHANGE_MAX_INTERIM 4u /* 1xx answers before the real one */
 

@@ -25,7 +25,9 @@ static bool is_json_type(http_slice_t type)
         type.length = (size_t)(semicolon - type.data);
     while (type.length && type.data[type.length - 1] == ' ')
         type.length--;
-    if (http_slice_equals_case(type, "application/json"))
+    /* What `curl -d` says unless told otherwise: the body is then read as JSON all the same. */
+    if (http_slice_equals_case(type, "application/json") ||
+        http_slice_equals_case(type, "application/x-www-form-urlencoded"))
         return true;
     http_slice_t end = {type.data + type.length - 5, 5};
     return type.length > 5 && http_slice_equals_case(end, "+json");

@@ -89,9 +89,9 @@ bool http_request_stream_write(http_request_t *request, const char *bytes, size_
 bool http_request_writable(http_request_t *request);
 size_t http_request_unsent(const http_request_t *request);
 void http_request_stream_end(http_request_t *request);
-/* Breaks the connection without finishing the answer, so that the client sees it is incomplete. No
- * on_close. */
+/* Ends the connection after what was written, without finishing the answer, so that the client sees
+ * it is incomplete. No on_close. */
 void http_request_abort(http_request_t *request);
-/* Counts the client as a slow reader, then as http_request_abort(). */
+/* Ends the connection at once and counts the client as a slow reader. No on_close. */
 void http_request_abort_slow(http_request_t *request);
 #endif

@@ -19,6 +19,8 @@
 
 #include "base/log.h"
 
+#define NORMALIZER_SHRINK 4u /* bytes of text for each byte left, at most */
+
 static instance_sequence_t **bucket_of(http_instance_t *instance, uint64_t request)
 {
     return &instance->buckets[(request * 0x9e3779b97f4a7c15ull) >> 54];
@@ -264,6 +266,31 @@ static xp_status_t check_bias(const http_instance_t *instance, const http_api_re
     return XP_OK;
 }
 
+static xp_status_t too_long(const http_instance_t *instance, const http_api_request_t *api,
+                            size_t tokens, http_problem_t *problem)
+{
+    return http_problem_set(problem, 400, "context_length_exceeded",
+                            api->kind == HTTP_API_CHAT ? "messages" : NULL,
+                            "this model's maximum context length is %u tokens, and the prompt has "
+                            "at least %zu",
+                            engine_max_context(instance->config.engine), tokens);
+}
+
+static xp_status_t tokenize_prompt(http_instance_t *instance, const http_api_request_t *api,
+                                   http_api_prompt_t *prompt, const char *text, size_t length,
+                                   bool special, http_problem_t *problem)
+{
+    /* A text that cannot fit however it is cut into tokens is not tokenized, which would hold the
+     * loop up. The factor leaves room for what a normaliser may shorten. */
+    size_t least = instance->longest_token_bytes
+                       ? length / (NORMALIZER_SHRINK * instance->longest_token_bytes)
+                       : 0;
+    if (least >= engine_max_context(instance->config.engine))
+        return too_long(instance, api, least, problem);
+    return instance_tokenize(instance, text, length, special, &prompt->ids, &prompt->id_count,
+                             problem);
+}
+
 /* Gives every prompt its ids and checks them against the context. */
 static xp_status_t prepare_prompts(http_instance_t *instance, http_api_request_t *api,
                                    http_problem_t *problem)
@@ -279,23 +306,18 @@ static xp_status_t prepare_prompts(http_instance_t *instance, http_api_request_t
         if (status == XP_OK)
             /* The template has the special tokens in its text already. */
             status =
-                instance_tokenize(instance, rendered.data ? rendered.data : "", rendered.length,
-                                  false, &api->prompts[0].ids, &api->prompts[0].id_count, problem);
+                tokenize_prompt(instance, api, &api->prompts[0], rendered.data ? rendered.data : "",
+                                rendered.length, false, problem);
         xp_buf_fini(&rendered);
         XP_TRY(status);
     }
-    uint32_t context = engine_max_context(instance->config.engine);
     for (uint32_t i = 0; i < api->prompt_count; i++) {
         http_api_prompt_t *prompt = &api->prompts[i];
         if (!prompt->ids)
-            XP_TRY(instance_tokenize(instance, prompt->text, prompt->length, true, &prompt->ids,
-                                     &prompt->id_count, problem));
-        if (prompt->id_count >= context)
-            return http_problem_set(
-                problem, 400, "context_length_exceeded",
-                api->kind == HTTP_API_CHAT ? "messages" : NULL,
-                "this model's maximum context length is %u tokens, and the prompt has %u", context,
-                prompt->id_count);
+            XP_TRY(tokenize_prompt(instance, api, prompt, prompt->text, prompt->length, true,
+                                   problem));
+        if (prompt->id_count >= engine_max_context(instance->config.engine))
+            return too_long(instance, api, prompt->id_count, problem);
     }
     return XP_OK;
 }

@@ -74,8 +74,9 @@ struct http_instance {
     TAILQ_HEAD(instance_jobs, instance_job) jobs;
     uint32_t job_count, waiting_count;
     instance_sequence_t *buckets[INSTANCE_BUCKETS];
-    engine_sampling_t scratch; /* one submission's parameters */
-    http_text_t text;          /* one answer or chunk, reused */
+    size_t longest_token_bytes; /* of the vocabulary; 0 without a tokenizer */
+    engine_sampling_t scratch;  /* one submission's parameters */
+    http_text_t text;           /* one answer or chunk, reused */
     uint64_t id_seed, id_next;
     uint64_t rejected, disconnected;
     bool quiescing;
@@ -110,6 +111,8 @@ void instance_logprobs_fini(instance_logprobs_t *list);
 http_slice_t instance_token_bytes(const http_instance_t *instance, int32_t id);
 /* True for a token that ends the answer and is no part of its text: EOS or a stop id. */
 bool instance_ends_content(const instance_sequence_t *sequence, int32_t token);
+/* Bytes of the longest token. */
+size_t instance_longest_token(const http_instance_t *instance);
 /* Ids of one prompt text. Fills `problem` on failure. `*ids_out` is malloc'd. */
 xp_status_t instance_tokenize(const http_instance_t *instance, const char *text, size_t length,
                               bool add_special_tokens, int32_t **ids_out, uint32_t *count_out,

@@ -181,6 +181,7 @@ xp_status_t http_instance_create(const http_instance_config_t *config, struct ev
     instance->events = calloc(INSTANCE_DRAIN_EVENTS, sizeof(*instance->events));
     if (!instance->model_id || !instance->chat_reason || !instance->events)
         XP_TRY_GOTO(status, fail, xp_fail(XP_NO_MEMORY, "no memory for an Instance's HTTP server"));
+    instance->longest_token_bytes = instance_longest_token(instance);
     if (getrandom(&instance->id_seed, sizeof(instance->id_seed), GRND_NONBLOCK) < 0)
         instance->id_seed = xp_monotonic_ns();
     instance->engine_event = event_new(base, engine_event_fd(config->engine), EV_READ | EV_PERSIST,

@@ -58,6 +58,17 @@ http_slice_t instance_token_bytes(const http_instance_t *instance, int32_t id)
     return bytes;
 }
 
+size_t instance_longest_token(const http_instance_t *instance)
+{
+    const tokenizer_t *tokenizer = engine_tokenizer(instance->config.engine);
+    size_t longest = 0;
+    for (uint32_t id = 0; tokenizer && id < tokenizer_vocab_size(tokenizer); id++) {
+        http_slice_t bytes = instance_token_bytes(instance, (int32_t)id);
+        longest = bytes.length > longest ? bytes.length : longest;
+    }
+    return longest;
+}
+
 bool instance_ends_content(const instance_sequence_t *sequence, int32_t token)
 {
     const instance_job_t *job = sequence->job;

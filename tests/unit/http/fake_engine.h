@@ -125,7 +125,8 @@ static void fake_logprobs(engine_event_t *event, int32_t id, uint32_t index, uin
     event->logprob = (engine_logprob_t){id, -0.25f - (float)index};
     event->top_count = top;
     for (uint32_t t = 0; t < top; t++)
-        event->top[t] = (engine_logprob_t){(id + (int32_t)t) % 128, -0.25f - (float)(index + t)};
+        event->top[t] =
+            (engine_logprob_t){(id + (int32_t)t) % 128, -0.25f - (float)(index + 2 * t)};
 }
 
 static void fake_prompt(engine_t *e, fake_request_t *r)
@@ -271,6 +272,9 @@ xp_status_t engine_submit(engine_t *e, const int32_t *ids, uint32_t count,
         status = xp_fail(XP_INVALID, "the prompt is empty");
     else if (e->open >= e->queue_limit)
         status = xp_fail(XP_RETRY, "the queue is full");
+    for (uint32_t i = 0; i < count && status == XP_OK; i++)
+        if (ids[i] >= FAKE_VOCAB)
+            status = xp_fail(XP_INVALID, "token %d is outside the vocabulary", ids[i]);
     for (int i = 0; i < FAKE_OPEN && status == XP_OK; i++) {
         fake_request_t *r = &e->requests[i];
         if (r->id)

@@ -53,11 +53,6 @@ static inline void loop_init(loop_t *loop)
     loop->base = event_base_new();
 }
 
-static inline void loop_start(loop_t *loop)
-{
-    assert_int_equal(pthread_create(&loop->thread, NULL, loop_run, loop), 0);
-}
-
 static inline void loop_stop(loop_t *loop)
 {
     event_base_loopbreak(loop->base);
@@ -95,6 +90,17 @@ static inline void loop_do(loop_t *loop, void (*function)(void *), void *context
     while (!call.over)
         pthread_cond_wait(&call.done, &call.lock);
     pthread_mutex_unlock(&call.lock);
+}
+
+static inline void loop_nothing(void *context)
+{
+}
+
+/* Returns once the loop runs: a break that comes before is forgotten by libevent. */
+static inline void loop_start(loop_t *loop)
+{
+    assert_int_equal(pthread_create(&loop->thread, NULL, loop_run, loop), 0);
+    loop_do(loop, loop_nothing, NULL);
 }
 
 static inline int client_connect(uint16_t port)

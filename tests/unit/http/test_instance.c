@@ -289,7 +289,7 @@ static void generate_has_sglangs_form(void **state)
                         "\"completion_tokens\":2,\"cached_tokens\":1,\"input_token_logprobs\":[],"
                         "\"output_token_logprobs\":[[-0.25,72,null],[-1.25,101,null]],"
                         "\"input_top_logprobs\":[],\"output_top_logprobs\":[[[-0.25,72,null],"
-                        "[-1.25,73,null]],[[-1.25,101,null],[-2.25,102,null]]],"
+                        "[-2.25,73,null]],[[-1.25,101,null],[-3.25,102,null]]],"
                         "\"e2e_latency\":0.001000}}\n");
     response_free(&r);
     assert_true(f.engine->last_sampling.temperature == 0 && f.engine->last_sampling.ignore_eos);
@@ -385,7 +385,16 @@ static void a_long_prompt_is_told_apart(void **state)
     char body[1200] = "{\"prompt\":\"";
     memset(body + strlen(body), 'a', FAKE_CONTEXT);
     strcat(body, "\"}");
-    expect_error("/v1/completions", body, 400, NULL, "context_length_exceeded", "512");
+    expect_error("/v1/completions", body, 400, NULL, "context_length_exceeded",
+                 "512 tokens, and the prompt has at least 513");
+    /* So long that it is refused without being tokenized: 5 bytes is the longest token, times 4. */
+    char *huge = calloc(1, 30000);
+    strcpy(huge, "{\"messages\":[{\"role\":\"user\",\"content\":\"");
+    memset(huge + strlen(huge), 'a', 20000);
+    strcat(huge, "\"}]}");
+    expect_error("/v1/chat/completions", huge, 400, "messages", "context_length_exceeded",
+                 "at least 1000");
+    free(huge);
 }
 
 static void deep_nesting_is_refused(void **state)
