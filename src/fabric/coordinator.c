@@ -117,7 +117,9 @@ static xp_status_t coordinator_check(fabric_coordinator_t *c, uint32_t index, ui
             "rows %u)",
             rank_pe(c, index, rank), plan->id, (unsigned long long)submission->sequence,
             submission->layer, submission->rows);
-    uint32_t first = (uint32_t)__builtin_ctz(instance->gathered | 1u << rank);
+    if (!instance->gathered)
+        return XP_OK;
+    uint32_t first = (uint32_t)__builtin_ctz(instance->gathered);
     const fabric_submission_t *other = &instance->submissions[first];
     if (submission->request != other->request || submission->layer != other->layer ||
         submission->kind != other->kind ||

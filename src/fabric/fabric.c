@@ -15,9 +15,6 @@
 _Static_assert(sizeof(fabric_pe_counters_t) == FABRIC_COUNT_COUNT * sizeof(uint64_t),
                "the counters of the interface are those of the records");
 
-/* How often to look for the text of a failure that another PE is just writing. */
-#define FAILURE_TEXT_LOOKS 100000
-
 xp_status_t fabric_attach(const char *provider_name, const fabric_plan_t *plan,
                           const fabric_descriptors_t *descriptors, uint32_t pe,
                           fabric_t **fabric_out)
@@ -89,18 +86,17 @@ bool fabric_has_failed(const fabric_t *fabric)
 xp_status_t fabric_failure(const fabric_t *fabric, uint32_t *pe_out)
 {
     const fabric_header_t *header = fabric_header(fabric);
-    /* acquire: pairs with the store of phase SET in the provider's fail. */
+    /* acquire: pairs with the swap in the provider's fail. */
     uint64_t word = PROTOCOL_LOAD_ACQUIRE(&header->failure);
     if (!word)
         return XP_OK;
-    for (int i = 0; i < FAILURE_TEXT_LOOKS && (word & 0xff) != FABRIC_FAILURE_SET; i++)
-        word = PROTOCOL_LOAD_ACQUIRE(&header->failure);
+    uint32_t index = (uint32_t)(word & 0xff);
     if (pe_out)
         *pe_out = (uint32_t)((word >> 8) - 1);
-    if ((word & 0xff) != FABRIC_FAILURE_SET)
-        return xp_fail(XP_FATAL, "the Generation failed; whoever declared it wrote no reason");
+    if (index >= FABRIC_FAILURE_TEXTS)
+        return xp_fail(XP_FATAL, "the Generation failed; too many failed at once to say why");
     char text[FABRIC_FAILURE_TEXT];
-    memcpy(text, header->failure_text, sizeof(text));
+    memcpy(text, header->failure_texts[index], sizeof(text));
     text[sizeof(text) - 1] = '\0';
     return xp_fail(XP_FATAL, "%s", text);
 }

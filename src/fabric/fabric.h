@@ -23,8 +23,7 @@
 
 typedef struct fabric fabric_t;
 
-/* ---- making and joining -----------------------------------------------------------------------
- */
+/* ---- making and joining ----------------------------------------------------------------- */
 typedef struct fabric_descriptors {
     int arena_fd, doorbell_fd;
 } fabric_descriptors_t;
@@ -41,8 +40,7 @@ xp_status_t fabric_attach(const char *provider, const fabric_plan_t *plan,
                           fabric_t **fabric_out);
 void fabric_detach(fabric_t *fabric); /* accepts NULL; services must have stopped */
 
-/* ---- failure and shutdown ---------------------------------------------------------------------
- */
+/* ---- failure and shutdown --------------------------------------------------------------- */
 /* First caller wins (compare-and-swap); every wait in every participant ends with XP_FATAL. `text`
  * is kept (127 bytes). Returns true if this call was the first. */
 bool fabric_fail(fabric_t *fabric, uint32_t pe, const char *text);
@@ -51,8 +49,7 @@ xp_status_t fabric_failure(const fabric_t *fabric, uint32_t *pe_out);
 /* Ordered end: services return XP_CLOSED once nothing is in flight. */
 void fabric_shutdown(fabric_t *fabric);
 
-/* ---- AtnAgent service -------------------------------------------------------------------------
- */
+/* ---- AtnAgent service ------------------------------------------------------------------- */
 typedef struct fabric_atn fabric_atn_t;
 xp_status_t fabric_atn_create(fabric_t *fabric, xp_clock_t clock, fabric_atn_t **atn_out);
 void fabric_atn_destroy(fabric_atn_t *atn);
@@ -65,8 +62,7 @@ xp_status_t fabric_atn_detach(fabric_atn_t *atn, uint32_t instance, uint32_t ran
 /* The service loop, on a thread of the caller's: XP_CLOSED after shutdown, XP_FATAL on failure. */
 xp_status_t fabric_atn_run(fabric_atn_t *atn);
 
-/* ---- FfnAgent service (the first FfnAgent also runs the Coordinator, in the same loop) ---------
- */
+/* ---- FfnAgent service (the first FfnAgent also runs the Coordinator, in the same loop) ---- */
 /* Computes one shard's partial: out[rows][hidden]. Must not block on the Fabric. */
 typedef xp_status_t (*fabric_execute_t)(void *context, uint32_t lane, uint32_t weights,
                                         uint32_t layer, uint32_t rows, const float *in, float *out);
@@ -76,8 +72,7 @@ xp_status_t fabric_ffn_create(fabric_t *fabric, xp_clock_t clock, fabric_execute
 void fabric_ffn_destroy(fabric_ffn_t *ffn);
 xp_status_t fabric_ffn_run(fabric_ffn_t *ffn);
 
-/* ---- counters: live in the arena, written by their PE, read by anyone ---------------------------
- */
+/* ---- counters: live in the arena, written by their PE, read by anyone ------------------- */
 typedef struct fabric_pe_counters {
     uint64_t submissions;     /* AtnAgent: handed to the Fabric; FfnAgent: executed shards */
     uint64_t invocations;     /* completed */

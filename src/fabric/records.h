@@ -22,23 +22,22 @@
 #define FABRIC_PAGE           4096u
 #define FABRIC_ROUTING_REPEAT 1u /* every shard routes by itself, from the same rows */
 
-/* ---- header
- * --------------------------------------------------------------------------------------- */
-/* Failure word: 0, or (pe + 1) << 8 | phase. The compare-and-swap that claims it decides whose
- * failure is the canonical one; the text follows and is complete in phase SET. */
-typedef enum fabric_failure_phase {
-    FABRIC_FAILURE_CLAIMED = 1,
-    FABRIC_FAILURE_SET = 2
-} fabric_failure_phase_t;
+/* ---- header --------------------------------------------------------------------------------- */
+/* Failure word: 0, or (pe + 1) << 8 | index of the text. Who fails takes a text of its own, writes
+ * it, and then claims the word by compare-and-swap, which decides whose failure is the canonical
+ * one; so the canonical text is complete when the word is seen. With all texts taken the index is
+ * the number of texts, and there is none. */
+#define FABRIC_FAILURE_TEXTS 16
 
 typedef struct fabric_header {
     uint32_t magic, abi;
     uint64_t bytes, plan_digest, generation, plan_offset, plan_bytes;
     uint8_t pad0[MAILBOX_LINE - 48];
-    uint64_t failure;  /* any PE or the daemon */
-    uint32_t shutdown; /* the daemon; 0 or 1 */
-    uint8_t pad1[MAILBOX_LINE - 12];
-    char failure_text[FABRIC_FAILURE_TEXT];
+    uint64_t failure;       /* any PE or the daemon */
+    uint32_t shutdown;      /* the daemon; 0 or 1 */
+    uint32_t failure_taken; /* texts given out */
+    uint8_t pad1[MAILBOX_LINE - 16];
+    char failure_texts[FABRIC_FAILURE_TEXTS][FABRIC_FAILURE_TEXT];
 } fabric_header_t;
 
 typedef enum fabric_pe_state {
@@ -60,8 +59,7 @@ typedef struct fabric_instance_record {
     uint8_t pad[MAILBOX_LINE - 16];
 } fabric_instance_record_t;
 
-/* ---- slot: one (Instance, rank)
- * ------------------------------------------------------------------- */
+/* ---- slot: one (Instance, rank) ------------------------------------------------------------- */
 /* AtnAgent to Coordinator. In the eager form the input rows lie in the slot already. */
 typedef struct fabric_submission {
     uint64_t sequence; /* of this slot */
@@ -111,8 +109,7 @@ typedef struct fabric_slot {
     fabric_direct_partial_t partial_ready[FABRIC_MAX_FFN];
 } fabric_slot_t;
 
-/* ---- Lane
- * ----------------------------------------------------------------------------------------- */
+/* ---- Lane ----------------------------------------------------------------------------------- */
 /* Coordinator to each member of the group; one copy a member. */
 typedef struct fabric_execution {
     uint64_t ticket; /* number of the lease, growing over the Generation */
@@ -142,8 +139,7 @@ typedef struct fabric_lane {
     fabric_ticket_line_t completion;                    /* first member to Coordinator */
 } fabric_lane_t;
 
-/* ---- where everything lies: computed from the plan by each participant, never read from memory
- * ---- */
+/* ---- where everything lies: computed from the plan, never read from memory ---------------- */
 typedef struct fabric_layout {
     uint64_t bytes;
     uint64_t plan, pes, instances, slots, lanes; /* offsets of the tables */
@@ -184,8 +180,7 @@ static inline uint64_t fabric_lane_partial(const fabric_layout_t *layout, uint32
            ((uint64_t)lane * layout->lane_partials + member) * layout->lane_partial_bytes;
 }
 
-/* ---- small facts about a plan
- * --------------------------------------------------------------------- */
+/* ---- small facts about a plan --------------------------------------------------------------- */
 static inline uint32_t fabric_group_size(uint32_t group)
 {
     return (uint32_t)__builtin_popcount(group);

@@ -158,12 +158,15 @@ static uint32_t shm_everyone(const shm_provider_t *shm)
 static bool shm_fail(fabric_provider_t *provider, uint32_t pe, const char *text)
 {
     fabric_header_t *header = (fabric_header_t *)(void *)provider->base;
-    uint64_t who = ((uint64_t)pe + 1) << 8, none = 0;
-    bool first = PROTOCOL_CAS(&header->failure, &none, who | FABRIC_FAILURE_CLAIMED);
-    if (first) {
-        snprintf(header->failure_text, sizeof(header->failure_text), "%s", text);
-        /* release: pairs with the acquire load in fabric_failure. */
-        PROTOCOL_STORE_RELEASE(&header->failure, who | FABRIC_FAILURE_SET);
+    bool first = false;
+    if (!PROTOCOL_LOAD_ACQUIRE(&header->failure)) {
+        uint32_t taken = PROTOCOL_ADD_RELAXED(&header->failure_taken, 1u);
+        uint32_t index = taken < FABRIC_FAILURE_TEXTS ? taken : FABRIC_FAILURE_TEXTS;
+        if (index < FABRIC_FAILURE_TEXTS)
+            snprintf(header->failure_texts[index], FABRIC_FAILURE_TEXT, "%s", text);
+        /* The release half of the swap pairs with the acquire load in fabric_failure. */
+        uint64_t none = 0;
+        first = PROTOCOL_CAS(&header->failure, &none, ((uint64_t)pe + 1) << 8 | index);
     }
     shm_signal(provider, shm_everyone(shm_of(provider)));
     return first;

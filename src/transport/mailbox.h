@@ -33,7 +33,7 @@
 #define MAILBOX_HEADER_BYTES 4096u
 #define MAILBOX_LINE         64
 
-/* ---- bell: "something may have changed" ---------------------------------------------------------
+/* ---- bell: "something may have changed"
  *
  * counter moves on with each ring; sleepers counts those asleep on it. A waiter loads counter,
  * looks at what it waits for, and only then waits for counter to move, so a ring in between is not
@@ -73,8 +73,7 @@ PROTOCOL_FUNCTION void mailbox_bell_awake(mailbox_bell_t *bell)
     PROTOCOL_ADD_TOTAL(&bell->sleepers, (uint32_t)-1);
 }
 
-/* ---- doorbell page: one line a PE, shared by the agents, the Instances and the daemon
- * ------------ */
+/* ---- doorbell page: one line a PE, shared by the agents, the Instances and the daemon ------- */
 #define DOORBELL_MAGIC   0x31424458u /* "XDB1" */
 #define DOORBELL_ABI     1u
 #define DOORBELL_MAX_PES 32
@@ -90,8 +89,7 @@ typedef struct doorbell_page {
     doorbell_line_t lines[DOORBELL_MAX_PES];
 } doorbell_page_t;
 
-/* ---- arena --------------------------------------------------------------------------------------
- */
+/* ---- arena ------------------------------------------------------------------------------ */
 typedef struct mailbox_request {
     uint64_t sequence; /* published last */
     uint64_t slo_deadline_ns;

@@ -48,8 +48,7 @@ typedef struct transport_tensor {
     uint64_t row_stride; /* elements; must equal width (contiguous) */
 } transport_tensor_t;
 
-/* ---- Instance side ----------------------------------------------------------------------------
- */
+/* ---- Instance side ---------------------------------------------------------------------- */
 typedef struct transport_client transport_client_t;
 
 /* Creates arena (memfd "xpool-transport") and client. */
@@ -80,8 +79,7 @@ typedef struct transport_stats {
 } transport_stats_t;
 void transport_client_stats(const transport_client_t *client, transport_stats_t *stats_out);
 
-/* ---- AtnAgent side ----------------------------------------------------------------------------
- */
+/* ---- AtnAgent side ---------------------------------------------------------------------- */
 typedef struct transport_server transport_server_t;
 
 /* Maps a received arena descriptor (duplicated). Checks size, magic, ABI, geometry: XP_PEER if
@@ -108,8 +106,7 @@ void transport_server_complete(transport_server_t *server, uint64_t sequence, xp
 /* Terminal close by the AtnAgent, with waking. */
 void transport_server_close(transport_server_t *server, xp_status_t reason);
 
-/* ---- Both and the daemon: terminal close ------------------------------------------------------
- */
+/* ---- Both and the daemon: terminal close ------------------------------------------------ */
 /* Marks the arena closed with a reason (XP_CLOSED for an ordered end, XP_FATAL for a canonical
  * failure) and wakes the waiter. For a process that only holds the descriptor (the daemon). */
 xp_status_t transport_arena_close(int arena_fd, xp_status_t reason);

@@ -7,6 +7,7 @@
 #include "transport/wait.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/futex.h"
@@ -32,9 +33,20 @@ static inline void cpu_pause(void)
 #endif
 }
 
+/* Spinning needs a second core for the one that is waited for. A process that is pinned to one core
+ * of several has that; one whose machine or quota is a single core has not. */
+static bool wait_may_spin(void)
+{
+    cpu_set_t allowed;
+    if (xp_usable_cpus() > 1)
+        return true;
+    bool pinned = sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_COUNT(&allowed) == 1;
+    return pinned && sysconf(_SC_NPROCESSORS_ONLN) > 1;
+}
+
 void transport_waiter_init(transport_waiter_t *waiter, uint32_t spin_ns)
 {
-    uint32_t limit = xp_usable_cpus() > 1 ? spin_ns : 0;
+    uint32_t limit = wait_may_spin() ? spin_ns : 0;
     *waiter = (transport_waiter_t){.limit_ns = limit, .spin_ns = limit};
 }
 

@@ -6,7 +6,7 @@
  * comes soon and a core is free for it. So a spin that failed is followed by one of half the
  * length, and by a quarter where giving way showed that another thread wanted this core; one that
  * succeeded by one of full length, and every sixteenth wait in a row that slept begins with a full
- * spin to find out. With one usable core a waiter never spins.
+ * spin to find out. With a single core, by machine or quota, a waiter never spins.
  */
 #ifndef XPOOL_TRANSPORT_WAIT_H
 #define XPOOL_TRANSPORT_WAIT_H

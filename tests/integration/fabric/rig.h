@@ -231,8 +231,7 @@ static inline uint64_t rig_stop(rig_t *rig)
     return took_ns;
 }
 
-/* ---- Instance ranks
- * ------------------------------------------------------------------------------- */
+/* ---- Instance ranks ------------------------------------------------------------------------- */
 typedef struct rig_client {
     rig_t *rig;
     uint32_t instance, rank;

@@ -176,6 +176,9 @@ static void test_kill_instance(void **state)
         for (uint32_t i = 0; i < CLIENTS; i++)
             if (i != victim)
                 wait_for_progress(i, 100);
+        for (uint64_t until_ns = rig_in(10000);
+             atomic_load(&scene->detach[victim]) != 2 && xp_monotonic_ns() < until_ns;)
+            usleep(500);
         assert_int_equal(atomic_load(&scene->detach[victim]), 2);
         scene_stop(victim);
     }
