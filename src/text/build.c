@@ -162,14 +162,16 @@ static xp_status_t sort_added(tokenizer_t *tokenizer)
     XP_TRY_GOTO(status, done, text_matcher_create(&matcher));
     for (size_t i = 0; i < count; i++) {
         added_token_t token = tokenizer->added[i];
+        bool lost;
         if (!token.normalized) {
             raw[raw_count++] = token;
             continue;
         }
         /* Normalized text is searched for normalized tokens. */
         xp_buf_clear(&buffer);
-        XP_TRY_GOTO(status, done,
-                    tokenizer_normalize(tokenizer, matcher, token.content, token.length, &buffer));
+        XP_TRY_GOTO(
+            status, done,
+            tokenizer_normalize(tokenizer, matcher, token.content, token.length, &lost, &buffer));
         XP_TRY_GOTO(status, done,
                     tokenizer_copy(tokenizer, buffer.data, buffer.length, &token.content));
         token.length = buffer.length;

@@ -56,7 +56,7 @@ static xp_status_t append_turn(xp_buf_t *out, const chat_message_t *message)
                       "<|im_end|>\n");
 }
 
-/* ---- chatml, smollm2 ---- */
+/* ---- chatml, smollm2, qwen2 ---- */
 
 static xp_status_t render_chatml(const chat_input_t *input, xp_buf_t *out)
 {
@@ -66,12 +66,22 @@ static xp_status_t render_chatml(const chat_input_t *input, xp_buf_t *out)
                                                  : XP_OK;
 }
 
-static xp_status_t render_smollm2(const chat_input_t *input, xp_buf_t *out)
+static xp_status_t render_with_default(const chat_input_t *input, const char *system, xp_buf_t *out)
 {
     if (input->count && !role_is(&input->messages[0], "system"))
-        XP_TRY(append_all(out, "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, "
-                               "trained by Hugging Face<|im_end|>\n"));
+        XP_TRY(append_all(out, "<|im_start|>system\n", system, "<|im_end|>\n"));
     return render_chatml(input, out);
+}
+
+static xp_status_t render_smollm2(const chat_input_t *input, xp_buf_t *out)
+{
+    return render_with_default(
+        input, "You are a helpful AI assistant named SmolLM, trained by Hugging Face", out);
+}
+
+static xp_status_t render_qwen2(const chat_input_t *input, xp_buf_t *out)
+{
+    return render_with_default(input, "You are a helpful assistant.", out);
 }
 
 /* ---- Qwen ---- */
@@ -324,8 +334,13 @@ static xp_status_t render_llama3(const chat_input_t *input, xp_buf_t *out)
                : XP_OK;
 }
 
+/* clang-format off */
 const chat_renderer_t chat_renderers[] = {
-    {"chatml", render_chatml, false}, {"smollm2", render_smollm2, false},
-    {"qwen2.5", render_qwen25, true}, {"qwen3", render_qwen3, true},
-    {"llama3", render_llama3, false}, {NULL, NULL, false},
+    {"chatml", render_chatml, false},
+    {"smollm2", render_smollm2, false},
+    {"qwen2", render_qwen2, false},
+    {"qwen2.5", render_qwen25, true},
+    {"qwen3", render_qwen3, true},
+    {"llama3", render_llama3, false},
+    {NULL, NULL, false},
 };

@@ -28,7 +28,13 @@ static const struct {
     uint64_t fingerprint;
     const char *name;
 } known_templates[] = {
-    {0, "chatml"},
+    {0x9eac41f4cf1c724a, "chatml"},
+    {0xb30a1a3de03bb511, "chatml"}, /* sets add_generation_prompt to false where it is not given */
+    {0x4d40d06fc0317bb9, "smollm2"},
+    {0xe81683eafdd6fbe4, "qwen2"},
+    {0x1f97847e3c9557bd, "qwen2.5"},
+    {0xf5278821aa73b2b3, "qwen3"},
+    {0xa8af7d74953109e1, "llama3"},
 };
 
 static const chat_renderer_t *find_renderer(const char *name)
@@ -42,7 +48,8 @@ static const chat_renderer_t *find_renderer(const char *name)
 
 const char *const *chat_template_names(void)
 {
-    static const char *const names[] = {"chatml", "smollm2", "qwen2.5", "qwen3", "llama3", NULL};
+    static const char *const names[] = {"chatml", "smollm2", "qwen2", "qwen2.5",
+                                        "qwen3",  "llama3",  NULL};
     return names;
 }
 
@@ -122,7 +129,8 @@ static xp_status_t read_config(const char *path, source_t *source)
     size_t length;
     json_error_t error;
     XP_TRY(xp_file_read(path, CONFIG_MAX_BYTES, &data, &length));
-    json_t *config = json_loadb(data, length, JSON_ALLOW_NUL, &error);
+    /* model_max_length is often 10^30, which is no integer to the JSON reader. */
+    json_t *config = json_loadb(data, length, JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
     free(data);
     if (!config)
         return xp_fail(XP_INVALID, "%s:%d:%d: %s", path, error.line, error.column, error.text);

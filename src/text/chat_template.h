@@ -3,7 +3,9 @@
  * Chat templates: renderers in C for the supported families, chosen by recognising the checkpoint's
  * Jinja text; byte-exact against Jinja. An unknown template is XP_UNSUPPORTED and says how to
  * override: models[].chat_template = "chatml" | "smollm2" | "qwen3" | "qwen2.5" | ...
- * (chat_template_names()).
+ * (chat_template_names()). Where the template writes a BOS token the rendered text holds it, so it
+ * is encoded without adding special tokens. A template is immutable and may be used by several
+ * threads.
  */
 #ifndef XPOOL_TEXT_CHAT_TEMPLATE_H
 #define XPOOL_TEXT_CHAT_TEMPLATE_H

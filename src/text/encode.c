@@ -41,14 +41,15 @@ static xp_status_t encode_raw(void *context, const char *text, size_t length, si
     encoder_t *encoder = context;
     if (found)
         return text_ids_push(&encoder->ids, found->id);
-    encoder->at_start = offset == 0;
+    bool begin_lost = false;
     if (encoder->tokenizer->normalizer_count) {
         xp_buf_clear(&encoder->normalized);
-        XP_TRY(tokenizer_normalize(encoder->tokenizer, encoder->matcher, text, length,
+        XP_TRY(tokenizer_normalize(encoder->tokenizer, encoder->matcher, text, length, &begin_lost,
                                    &encoder->normalized));
         text = encoder->normalized.data;
         length = encoder->normalized.length;
     }
+    encoder->at_start = offset == 0 && !begin_lost;
     return added_set_split(&encoder->tokenizer->normal, text, length, encoder->parse_special,
                            encode_normalized, encoder);
 }

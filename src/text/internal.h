@@ -206,9 +206,11 @@ xp_status_t tokenizer_copy(tokenizer_t *tokenizer, const char *text, size_t leng
 xp_status_t tokenizer_finish(tokenizer_t *tokenizer);
 
 /* ---- stages at run time ---- */
-/* Applies all normalizers (normalize.c). */
+/* Applies all normalizers (normalize.c). `*begin_lost_out`: the text's first character is gone, so
+ * that for Metaspace's "first" the result no longer begins where the text does. */
 xp_status_t tokenizer_normalize(const tokenizer_t *tokenizer, text_matcher_t *matcher,
-                                const char *text, size_t length, xp_buf_t *out);
+                                const char *text, size_t length, bool *begin_lost_out,
+                                xp_buf_t *out);
 xp_status_t text_replace(const text_regex_t *regex, text_matcher_t *matcher, const char *text,
                          size_t length, const char *content, size_t content_length, xp_buf_t *out);
 
@@ -259,4 +261,7 @@ xp_status_t decoder_prepare(tokenizer_t *tokenizer);
 
 /* ---- loaders ---- */
 xp_status_t tokenizer_load_gguf(const char *path, tokenizer_t **tokenizer_out);
+struct gguf_file;
+/* From a file that is open already. */
+xp_status_t tokenizer_build_gguf(const struct gguf_file *file, tokenizer_t **tokenizer_out);
 #endif

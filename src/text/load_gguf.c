@@ -313,7 +313,7 @@ static xp_status_t add_ends(tokenizer_t *tokenizer, const gguf_file_t *file, boo
     return XP_OK;
 }
 
-static xp_status_t build(const gguf_file_t *file, tokenizer_t **tokenizer_out)
+xp_status_t tokenizer_build_gguf(const gguf_file_t *file, tokenizer_t **tokenizer_out)
 {
     const char *model;
     size_t length, count, types = 0;
@@ -352,7 +352,7 @@ xp_status_t tokenizer_load_gguf(const char *path, tokenizer_t **tokenizer_out)
 {
     gguf_file_t *file;
     XP_TRY(gguf_open(path, &file));
-    xp_status_t status = build(file, tokenizer_out);
+    xp_status_t status = tokenizer_build_gguf(file, tokenizer_out);
     gguf_close(file);
     return status == XP_OK ? XP_OK : xp_fail_context(status, "%s", path);
 }

@@ -59,9 +59,30 @@ static xp_status_t apply(const normalizer_t *normalizer, text_matcher_t *matcher
     return XP_OK;
 }
 
-xp_status_t tokenizer_normalize(const tokenizer_t *tokenizer, text_matcher_t *matcher,
-                                const char *text, size_t length, xp_buf_t *out)
+/* Whether the stage took the text's first character away without putting something in its place. */
+static xp_status_t loses_begin(const normalizer_t *normalizer, text_matcher_t *matcher,
+                               const char *text, size_t length, bool *loses_out)
 {
+    size_t start, end;
+    bool found = false;
+    if (!length)
+        return XP_OK;
+    if (normalizer->kind == NORMALIZER_STRIP) {
+        *loses_out |= normalizer->left && text_is_space(text_utf8_decode(text, &end));
+    } else if (normalizer->kind == NORMALIZER_REPLACE && !normalizer->content_length) {
+        text_matches_t matches;
+        text_matches_init(&matches, normalizer->regex, matcher, text, length);
+        XP_TRY(text_matches_next(&matches, &start, &end, &found));
+        *loses_out |= found && start == 0 && end > 0;
+    }
+    return XP_OK;
+}
+
+xp_status_t tokenizer_normalize(const tokenizer_t *tokenizer, text_matcher_t *matcher,
+                                const char *text, size_t length, bool *begin_lost_out,
+                                xp_buf_t *out)
+{
+    bool lost = false;
     xp_status_t status = XP_OK;
     xp_buf_t buffers[2];
     xp_buf_init(&buffers[0], TEXT_MAX_EXPANDED_BYTES);
@@ -69,11 +90,15 @@ xp_status_t tokenizer_normalize(const tokenizer_t *tokenizer, text_matcher_t *ma
     for (size_t i = 0; i < tokenizer->normalizer_count; i++) {
         xp_buf_t *target = &buffers[i & 1];
         xp_buf_clear(target);
+        XP_TRY_GOTO(status, done,
+                    loses_begin(&tokenizer->normalizers[i], matcher, text, length, &lost));
         XP_TRY_GOTO(status, done, apply(&tokenizer->normalizers[i], matcher, text, length, target));
         text = target->data ? target->data : "";
         length = target->length;
     }
     status = xp_buf_append(out, text, length);
+    if (status == XP_OK)
+        *begin_lost_out = lost;
 done:
     xp_buf_fini(&buffers[0]);
     xp_buf_fini(&buffers[1]);
