@@ -43,12 +43,20 @@ typedef struct xp_error {
 /* Records an error for this thread and returns `status`. Text is cut at XP_ERROR_TEXT_MAX. */
 xp_status_t xp_fail_at(xp_status_t status, const char *file, int line, const char *format, ...)
     __attribute__((format(printf, 4, 5), cold));
-#define xp_fail(status, ...) xp_fail_at((status), __FILE__, __LINE__, __VA_ARGS__)
+/* The value is the argument itself, so that the compiler sees a constant that is not XP_OK. */
+static inline xp_status_t xp_fail_value(xp_status_t recorded, xp_status_t status)
+{
+    (void)recorded;
+    return status;
+}
+#define xp_fail(status, ...)                                                                       \
+    xp_fail_value(xp_fail_at((status), __FILE__, __LINE__, __VA_ARGS__), (status))
 
 /* As xp_fail, with ": <strerror(errno)>" appended. */
 xp_status_t xp_fail_errno_at(xp_status_t status, const char *file, int line, const char *format,
                              ...) __attribute__((format(printf, 4, 5), cold));
-#define xp_fail_errno(status, ...) xp_fail_errno_at((status), __FILE__, __LINE__, __VA_ARGS__)
+#define xp_fail_errno(status, ...)                                                                 \
+    xp_fail_value(xp_fail_errno_at((status), __FILE__, __LINE__, __VA_ARGS__), (status))
 
 /* Puts "context: " before the recorded message (adds the file or model name on the way up). */
 xp_status_t xp_fail_context(xp_status_t status, const char *format, ...)
