@@ -13,6 +13,16 @@
     "  --set KEY=VALUE    one setting, above environment and file; repeatable\n"                   \
     "  -h, --help         this text\n"
 
+static bool no_models(const config_t *config)
+{
+    if (config->model_count)
+        return false;
+    fprintf(stderr,
+            "xpool: nothing to serve: name a configuration with [[models]] by --config FILE "
+            "or XPOOL_CONFIG; configs/demo.toml is one\n");
+    return true;
+}
+
 int cmd_daemon_serve(int argc, char **argv)
 {
     if (cli_wants_help(argc, argv,
@@ -25,7 +35,7 @@ int cmd_daemon_serve(int argc, char **argv)
     int code = cli_load_config(&argc, argv, &config);
     if (code)
         return code;
-    if (cli_leftover(argc, argv, 1))
+    if (cli_leftover(argc, argv, 1) || no_models(config))
         code = CLI_EXIT_USAGE;
     else {
         xp_log_identify("daemon", "");
@@ -140,7 +150,8 @@ int cmd_up(int argc, char **argv)
     int code = cli_load_config(&argc, argv, &config);
     if (code)
         return code;
-    code = cli_leftover(argc, argv, 1) ? CLI_EXIT_USAGE : up_run(config, "xpool", words);
+    code = cli_leftover(argc, argv, 1) || no_models(config) ? CLI_EXIT_USAGE
+                                                            : up_run(config, "xpool", words);
     config_destroy(config);
     return code;
 }

@@ -410,9 +410,14 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
 static void on_signal(evutil_socket_t signal_number, short events, void *context)
 {
     daemon_t *daemon = context;
-    if (signal_number == SIGINT && getenv("XPOOL_UNDER_UP"))
+    bool under_up = getenv("XPOOL_UNDER_UP") != NULL;
+    if (signal_number == SIGINT && under_up)
         return;
     if (daemon->state >= DAEMON_QUIESCING && !daemon->hand_stopped) {
+        /* A signal to the whole process group reaches the daemon and `up`, which passes it on: that
+         * is one wish, not two. Force is `up`'s to decide. */
+        if (under_up)
+            return;
         xp_log_warn("second signal: killing whoever is left");
         on_deadline(-1, 0, daemon);
         return;

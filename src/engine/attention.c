@@ -11,6 +11,7 @@
 
 #define SCORE_SPACE_BYTES (4u << 20)
 #define MAX_TILE_ROWS     16u
+#define CACHE_LINE_FLOATS 16u
 
 static void scores_plain(const float *query, const float *const *keys, uint32_t head_dim,
                          float scale, float *scores)
@@ -94,6 +95,24 @@ static void block_rows(const engine_attention_t *attention, uint32_t layer,
         keys[j] = keys[count - 1];
 }
 
+/* Asks for the rows of a block ahead of their use: neighbours in time lie a whole token apart,
+ * which no hardware prefetcher follows. */
+static void block_prefetch(const engine_attention_t *attention, uint32_t layer,
+                           const engine_attention_tile_t *tile, uint32_t kv_head, uint32_t position,
+                           uint32_t end, uint32_t offset_floats)
+{
+    const float *rows[ENGINE_ATTENTION_BLOCK];
+    if (position >= end)
+        return;
+    uint32_t count = end - position;
+    if (count > ENGINE_ATTENTION_BLOCK)
+        count = ENGINE_ATTENTION_BLOCK;
+    block_rows(attention, layer, tile, kv_head, position, count, rows);
+    for (uint32_t j = 0; j < count; j++)
+        for (uint32_t d = 0; d < attention->head_dim; d += CACHE_LINE_FLOATS)
+            __builtin_prefetch(rows[j] + offset_floats + d);
+}
+
 void engine_attention_run(const engine_attention_t *attention, uint32_t layer,
                           const engine_attention_tile_t *tile, uint32_t kv_head,
                           uint32_t first_head, uint32_t head_count, const float *query,
@@ -110,6 +129,7 @@ void engine_attention_run(const engine_attention_t *attention, uint32_t layer,
         if (count > ENGINE_ATTENTION_BLOCK)
             count = ENGINE_ATTENTION_BLOCK;
         block_rows(attention, layer, tile, kv_head, position, count, rows);
+        block_prefetch(attention, layer, tile, kv_head, position + ENGINE_ATTENTION_BLOCK, end, 0);
         uint32_t first = position > tile->position ? position - tile->position : 0;
         for (uint32_t r = first; r < tile->rows; r++) {
             const float *q = query + (size_t)(tile->first_row + r) * query_stride +
@@ -120,6 +140,7 @@ void engine_attention_run(const engine_attention_t *attention, uint32_t layer,
         }
     }
 
+    block_prefetch(attention, layer, tile, kv_head, 0, end, attention->kv->row_floats);
     for (uint32_t r = 0; r < tile->rows; r++) {
         for (uint32_t h = 0; h < head_count; h++)
             kernels_softmax(scores + ((size_t)r * head_count + h) * stride, tile->position + r + 1);
@@ -134,6 +155,8 @@ void engine_attention_run(const engine_attention_t *attention, uint32_t layer,
         block_rows(attention, layer, tile, kv_head, position, count, rows);
         for (uint32_t j = 0; j < ENGINE_ATTENTION_BLOCK; j++)
             rows[j] += attention->kv->row_floats; /* V follows K */
+        block_prefetch(attention, layer, tile, kv_head, position + ENGINE_ATTENTION_BLOCK, end,
+                       attention->kv->row_floats);
         uint32_t first = position > tile->position ? position - tile->position : 0;
         for (uint32_t r = first; r < tile->rows; r++) {
             uint32_t seen = tile->position + r + 1 - position;

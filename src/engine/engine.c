@@ -60,7 +60,8 @@ static xp_status_t spec_check(const model_spec_t *spec)
 
 /* KV Cache size and the context that fits in it. */
 static xp_status_t kv_plan(const engine_config_t *config, const model_spec_t *spec,
-                           uint32_t *page_tokens_out, uint32_t *pages_out, uint32_t *context_out)
+                           uint32_t *page_tokens_out, uint32_t *pages_out, uint32_t *context_out,
+                           bool *kv_limited_out)
 {
     uint32_t context = spec->max_positions;
     if (config->max_context) {
@@ -84,7 +85,8 @@ static xp_status_t kv_plan(const engine_config_t *config, const model_spec_t *sp
                        (unsigned long long)(token_bytes * page_tokens));
     if (pages >= ENGINE_PAGE_NONE)
         pages = ENGINE_PAGE_NONE - 1;
-    if (pages * page_tokens < context)
+    const bool kv_limited = pages * page_tokens < context;
+    if (kv_limited)
         context = (uint32_t)(pages * page_tokens);
     /* Attention over everything equals a window that nothing ever leaves. */
     if (spec->sliding_window && spec->sliding_window < context)
@@ -95,6 +97,7 @@ static xp_status_t kv_plan(const engine_config_t *config, const model_spec_t *sp
     *page_tokens_out = page_tokens;
     *pages_out = (uint32_t)pages;
     *context_out = context;
+    *kv_limited_out = kv_limited;
     return XP_OK;
 }
 
@@ -182,7 +185,8 @@ static xp_status_t engine_build(engine_t *engine)
     XP_TRY(sync_create(engine));
     XP_TRY(model_spec_load(config->path, &engine->spec));
     XP_TRY(spec_check(&engine->spec));
-    XP_TRY(kv_plan(config, &engine->spec, &page_tokens, &pages, &engine->max_context));
+    XP_TRY(kv_plan(config, &engine->spec, &page_tokens, &pages, &engine->max_context,
+                   &engine->kv_limited));
     xp_status_t status = tokenizer_load(config->path, &engine->tokenizer);
     if (status != XP_OK && status != XP_NOT_FOUND)
         return status;
@@ -217,6 +221,7 @@ xp_status_t engine_create(const engine_config_t *config, engine_t **engine_out)
         return xp_fail(XP_NO_MEMORY, "engine of %s", config->model_id);
     engine->config = *config;
     engine->kv.fd = engine->event_fd = -1;
+    engine->home_cpu = config->cpus && config->cpu_count > 0 ? (int32_t)config->cpus[0] : -1;
     snprintf(engine->model_id, sizeof engine->model_id, "%s", config->model_id);
     xp_status_t status = engine_build(engine);
     if (status != XP_OK) {
@@ -321,7 +326,7 @@ static xp_status_t prompt_check(const engine_t *engine, const int32_t *ids, uint
     if (count == 0)
         return xp_fail(XP_INVALID, "the prompt is empty");
     if (count >= engine->max_context) {
-        if (engine->max_context == engine->pages.count * engine->pages.page_tokens)
+        if (engine->kv_limited)
             return xp_fail(XP_INVALID,
                            "the prompt of %u tokens leaves no room for an answer: the KV Cache "
                            "holds %u tokens",

@@ -42,6 +42,8 @@ struct engine {
     engine_scheduler_t scheduler;
     engine_batch_t batch;
     uint32_t max_rows, max_context;
+    bool kv_limited;  /* max_context is what the KV Cache holds */
+    int32_t home_cpu; /* the engine thread's, member 0 of the team; -1 = any */
     uint64_t entropy; /* seeds of requests without one */
 
     engine_sequence_t *sequences;

@@ -4,6 +4,7 @@
  * results. It sleeps when there is nothing to do and pauses while the event ring lacks room; pauses
  * still see cancellations and stop.
  */
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -40,17 +41,23 @@ static void take_requests(engine_t *engine, bool *cancel_out, bool *stop_out)
     pthread_mutex_unlock(&engine->lock);
 }
 
-/* The lowest-numbered sequence somebody cancelled, or NULL. */
+static engine_sequence_t *find_cancelled(engine_sequence_t *const *list, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        if (list[i]->cancel)
+            return list[i];
+    return NULL;
+}
+
+/* A sequence somebody cancelled, or NULL. Looks only at those the scheduler has: other slots may be
+ * in the hands of a submitter. */
 static engine_sequence_t *next_cancelled(engine_t *engine)
 {
-    engine_sequence_t *found = NULL;
+    const engine_scheduler_t *scheduler = &engine->scheduler;
     pthread_mutex_lock(&engine->lock);
-    for (uint32_t i = 0; i < engine->sequence_count && !found; i++) {
-        engine_sequence_t *sequence = &engine->sequences[i];
-        if (sequence->cancel && (sequence->state == ENGINE_SEQUENCE_WAITING ||
-                                 sequence->state == ENGINE_SEQUENCE_RUNNING))
-            found = sequence;
-    }
+    engine_sequence_t *found = find_cancelled(scheduler->running, scheduler->running_count);
+    if (!found)
+        found = find_cancelled(scheduler->waiting, scheduler->waiting_count);
     pthread_mutex_unlock(&engine->lock);
     return found;
 }
@@ -120,12 +127,15 @@ static bool step(engine_t *engine, uint64_t now_ns)
     if (engine->batch.rows == 0)
         return scheduler->waiting_count != before;
     xp_error_clear();
+    const uint64_t begin_ns = xp_clock_now_ns(&engine->config.clock);
     xp_status_t status = engine_model_step(&engine->model, engine->batch.spans, engine->batch.count,
                                            engine->batch.kind, engine->batch.slo_deadline_ns);
     if (status != XP_OK) {
         engine_fail(engine, status);
         return true;
     }
+    engine_scheduler_took(scheduler, &engine->batch,
+                          xp_clock_now_ns(&engine->config.clock) - begin_ns);
     count_admitted(engine);
     engine_scheduler_computed(scheduler, &engine->batch);
     engine_output_batch(engine);
@@ -171,6 +181,13 @@ void *engine_thread_main(void *context)
 {
     engine_t *engine = context;
     pthread_setname_np(pthread_self(), "xpool-engine");
+    if (engine->home_cpu >= 0 && engine->home_cpu < CPU_SETSIZE) {
+        /* Best effort, like the other members' pinning: a missing core only costs speed. */
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET((unsigned)engine->home_cpu, &set);
+        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    }
     for (bool ended = false; !ended;) {
         bool done = engine_iterate(engine);
         pthread_mutex_lock(&engine->lock);

@@ -41,8 +41,9 @@ typedef struct engine_model {
     /* Workspace, one mapping. */
     void *region;
     size_t region_bytes;
-    float *x, *h, *qkv, *mixed;     /* [max_rows] x hidden, hidden, qkv_dim, q_dim */
-    float *cosine, *sine;           /* [max_rows][head_dim / 2] */
+    float *x, *h, *qkv,
+        *mixed;           /* [max_rows] x hidden, hidden, qkv_dim, the wider of q_dim and hidden */
+    float *cosine, *sine; /* [max_rows][head_dim / 2] */
     float *gathered, *logits;       /* [ENGINE_LOGIT_ROWS] x hidden, vocab */
     float *scores;                  /* score space of every member */
     size_t scores_floats;           /* of one member */

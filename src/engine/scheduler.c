@@ -5,6 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* A chunk is never cut below this: small chunks pay for all weights and do little. */
+#define MIN_CHUNK_ROWS 32u
+
 enum { KIND_DECODE = 0, KIND_PREFILL = 1, KIND_MIXED = 2 }; /* transport_kind_t */
 
 xp_status_t engine_scheduler_init(engine_pages_t *pages, bool prefix_cache, uint32_t capacity,
@@ -238,6 +241,32 @@ static engine_sequence_t *most_urgent_prefill(const engine_scheduler_t *schedule
     return best;
 }
 
+/* Prefill rows of the next step. Those who decode wait for the whole step, so beside them a chunk
+ * is only as long as their SLO allows. */
+static uint32_t chunk_budget(const engine_scheduler_t *scheduler, uint32_t decode_rows)
+{
+    uint64_t budget = scheduler->prefill_rows;
+    if (decode_rows > 0 && scheduler->tbt_ns > 0 && scheduler->prefill_row_ns > 0) {
+        uint64_t fits = scheduler->tbt_ns / scheduler->prefill_row_ns;
+        if (fits < MIN_CHUNK_ROWS)
+            fits = MIN_CHUNK_ROWS;
+        if (fits < budget)
+            budget = fits;
+    }
+    const uint32_t room = scheduler->max_rows - decode_rows;
+    return budget < room ? (uint32_t)budget : room;
+}
+
+void engine_scheduler_took(engine_scheduler_t *scheduler, const engine_batch_t *batch,
+                           uint64_t step_ns)
+{
+    if (batch->kind == KIND_DECODE || batch->rows < MIN_CHUNK_ROWS)
+        return; /* mostly the cost of the weights, not of a row */
+    uint64_t row_ns = step_ns / batch->rows;
+    scheduler->prefill_row_ns =
+        scheduler->prefill_row_ns ? (3 * scheduler->prefill_row_ns + row_ns) / 4 : row_ns;
+}
+
 void engine_scheduler_pick(engine_scheduler_t *scheduler, engine_batch_t *batch)
 {
     batch->count = batch->rows = 0;
@@ -255,9 +284,7 @@ void engine_scheduler_pick(engine_scheduler_t *scheduler, engine_batch_t *batch)
             batch_add(scheduler, batch, sequence, 1);
     }
     const uint32_t decode_rows = batch->rows;
-    uint32_t budget = scheduler->max_rows - batch->rows;
-    if (budget > scheduler->prefill_rows)
-        budget = scheduler->prefill_rows;
+    uint32_t budget = chunk_budget(scheduler, decode_rows);
     while (budget > 0) {
         engine_sequence_t *sequence = most_urgent_prefill(scheduler, batch, prompt_rows);
         if (!sequence)

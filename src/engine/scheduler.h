@@ -65,6 +65,7 @@ typedef struct engine_scheduler {
     engine_sequence_t **waiting, **running; /* each in order of arrival */
     uint32_t waiting_count, running_count, capacity;
     uint64_t preemptions;
+    uint64_t prefill_row_ns; /* what one more prefill row costs a step; 0 = not known yet */
 } engine_scheduler_t;
 
 typedef struct engine_batch {
@@ -90,6 +91,10 @@ void engine_scheduler_add(engine_scheduler_t *scheduler, engine_sequence_t *sequ
 void engine_scheduler_admit(engine_scheduler_t *scheduler, uint64_t now_ns);
 /* Forms the next step's batch; may preempt. An empty batch means that nothing runs. */
 void engine_scheduler_pick(engine_scheduler_t *scheduler, engine_batch_t *batch);
+/* Tells how long the step of this batch took, so that later chunks keep tbt_ns for those who
+ * decode. */
+void engine_scheduler_took(engine_scheduler_t *scheduler, const engine_batch_t *batch,
+                           uint64_t step_ns);
 /* After the step: the batch's rows are computed; full pages enter the prefix cache. */
 void engine_scheduler_computed(engine_scheduler_t *scheduler, const engine_batch_t *batch);
 /* Takes a sequence out of whatever list it is in and gives its pages back. */
