@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Control channel packets: whatever a peer sends is decoded within the schema's maxima or refused. */
+/* Control channel packets: whatever a peer sends is decoded within the schema's maxima or refused.
+ */
 #include <stddef.h>
 #include <stdint.h>
 

@@ -96,6 +96,7 @@ static xp_status_t load_job(void *context)
         .cpu_count = self->device->cpu_count,
         .decode_rows = model->decode_rows,
         .prefill_rows = model->prefill_rows,
+        .max_rows = self->admitted.max_rows,
         .max_context = self->admitted.max_context,
         .kv_tokens = self->admitted.kv_tokens,
         .prefix_cache = !getenv("XPOOL_TEST_NO_PREFIX_CACHE"),

@@ -80,11 +80,43 @@ static xp_status_t spawn(up_t *up, const char *program, char *const *config_argu
     return XP_OK;
 }
 
+/* Waits until the daemon that answers at the socket is our own child, so that no role ever
+ * registers with somebody else's. XP_CLOSED when the child ended instead (it has said why). */
+static xp_status_t wait_for_daemon(const up_t *up)
+{
+    pid_t daemon = up->children[0].pid;
+    uint64_t deadline =
+        xp_monotonic_ns() + (uint64_t)(up->config->deadlines.registration * (double)XP_NS_PER_S);
+    while (xp_monotonic_ns() < deadline) {
+        int socket;
+        if (wire_connect(up->config->daemon.socket, &socket) == XP_OK) {
+            pid_t pid = 0;
+            uid_t uid;
+            xp_status_t status = wire_peer(socket, &pid, &uid);
+            close(socket);
+            if (status == XP_OK && pid == daemon)
+                return XP_OK;
+        }
+        siginfo_t info = {.si_pid = 0};
+        if (waitid(P_PID, (id_t)daemon, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid)
+            return xp_fail(XP_CLOSED, "the daemon did not start");
+        struct timespec pause = {.tv_nsec = 5 * 1000000};
+        sigset_t pending;
+        sigpending(&pending);
+        if (sigismember(&pending, SIGINT) || sigismember(&pending, SIGTERM))
+            return xp_fail(XP_CANCELLED, "interrupted before the daemon was there");
+        nanosleep(&pause, NULL);
+    }
+    return xp_fail(XP_TIMEOUT, "the daemon did not answer within %g s (deadlines.registration)",
+                   up->config->deadlines.registration);
+}
+
 static xp_status_t spawn_all(up_t *up, const char *program, char *const *config_arguments)
 {
     const config_t *config = up->config;
     XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_NONE, config->daemon.socket,
                  (const char *const[]){"daemon", "serve", NULL}));
+    XP_TRY(wait_for_daemon(up));
     for (uint32_t f = 0; f < config->ffn_count; f++)
         XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_FFNAGENT, config->ffn[f].name,
                      (const char *const[]){"ffnagent", "--device", config->ffn[f].name, NULL}));
@@ -266,9 +298,11 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
     snprintf(self, sizeof(self), "%d", (int)getpid());
     setenv("XPOOL_UNDER_UP", self, 1);
 
-    if (spawn_all(up, program, config_arguments) != XP_OK) {
+    xp_status_t status = spawn_all(up, program, config_arguments);
+    if (status != XP_OK && status != XP_CANCELLED) {
         xp_log_error("cannot start");
         up->exit_code = 1;
+        up->stopping = true;
         signal_all(up, SIGKILL);
     }
     while (alive(up)) {

@@ -486,6 +486,9 @@ static xp_status_t daemon_start(daemon_t *daemon)
     XP_TRY(wire_listen(config->daemon.socket, &daemon->listener, &daemon->lock));
     daemon->on_accept =
         event_new(daemon->base, daemon->listener, EV_READ | EV_PERSIST, daemon_on_accept, daemon);
+    /* What removing the signal events restores: ending is not cut short by one more signal. */
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
     daemon->on_term = evsignal_new(daemon->base, SIGTERM, on_signal, daemon);
     daemon->on_int = evsignal_new(daemon->base, SIGINT, on_signal, daemon);
     daemon->on_deadline = evtimer_new(daemon->base, on_deadline, daemon);

@@ -155,6 +155,10 @@ xp_status_t participant_create(struct event_base *base, const config_t *config, 
         close(socket);
         goto fail;
     }
+    /* Removing a signal event restores what was there before: a signal that comes while the process
+     * is already ending must not cut that short. */
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
     self->on_term = evsignal_new(base, SIGTERM, on_signal, self);
     self->on_int = evsignal_new(base, SIGINT, on_signal, self);
     self->on_fail_timeout = evtimer_new(base, on_fail_timeout, self);

@@ -7,6 +7,10 @@
  */
 #include "kernels/dispatch.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,8 +22,9 @@ static const char *const dispatch_names[KERNELS_VARIANT_COUNT] = {
     [KERNELS_AVX512] = "avx512",
 };
 
-static kernels_variant_t dispatch_variant;
-static const kernels_ops_t *dispatch_ops; /* NULL until the first selection */
+/* NULL until the first selection. Atomic because a program that never selects meets its first use
+ * on several threads at once; they all store the same address, and the tables are constant. */
+static _Atomic(const kernels_ops_t *) dispatch_ops;
 
 static const kernels_ops_t *dispatch_table(kernels_variant_t variant)
 {
@@ -40,6 +45,15 @@ const char *kernels_variant_name(kernels_variant_t variant)
     return (unsigned)variant < KERNELS_VARIANT_COUNT ? dispatch_names[variant] : "?";
 }
 
+#if defined(__x86_64__)
+/* clang 14 does not know "f16c" in __builtin_cpu_supports(). */
+static bool has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 bool kernels_variant_supported(kernels_variant_t variant)
 {
     switch (variant) {
@@ -47,8 +61,7 @@ bool kernels_variant_supported(kernels_variant_t variant)
         return true;
 #if defined(__x86_64__)
     case KERNELS_AVX2:
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-               __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case KERNELS_AVX512:
         return kernels_variant_supported(KERNELS_AVX2) && __builtin_cpu_supports("avx512f") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -64,8 +77,7 @@ xp_status_t kernels_select_variant(kernels_variant_t variant)
     if (!kernels_variant_supported(variant))
         return xp_fail(XP_INVALID, "kernels variant %s is not supported by this processor",
                        kernels_variant_name(variant));
-    dispatch_variant = variant;
-    dispatch_ops = dispatch_table(variant);
+    atomic_store_explicit(&dispatch_ops, dispatch_table(variant), memory_order_relaxed);
     return XP_OK;
 }
 
@@ -88,17 +100,19 @@ xp_status_t kernels_select(void)
     return xp_fail(XP_INVALID, "XPOOL_KERNELS=%s: allowed are plain, avx2 and avx512", wanted);
 }
 
-kernels_variant_t kernels_selected(void)
-{
-    kernels_ops_selected();
-    return dispatch_variant;
-}
-
 const kernels_ops_t *kernels_ops_selected(void)
 {
-    if (__builtin_expect(dispatch_ops == NULL, 0))
-        (void)kernels_select_variant(dispatch_best());
-    return dispatch_ops;
+    const kernels_ops_t *ops = atomic_load_explicit(&dispatch_ops, memory_order_relaxed);
+    if (__builtin_expect(ops != NULL, 1))
+        return ops;
+    ops = dispatch_table(dispatch_best());
+    atomic_store_explicit(&dispatch_ops, ops, memory_order_relaxed);
+    return ops;
+}
+
+kernels_variant_t kernels_selected(void)
+{
+    return kernels_ops_selected()->variant;
 }
 
 void kernels_dequantize_row(const kernels_matrix_t *w, uint32_t row, float *out)
@@ -108,7 +122,7 @@ void kernels_dequantize_row(const kernels_matrix_t *w, uint32_t row, float *out)
     const uint8_t *data = w->data;
     if (w->packed && row < w->rows / KERNELS_PANEL * KERNELS_PANEL)
         kernels_pack_decode_lane(w->dtype, data + row / KERNELS_PANEL * KERNELS_PANEL * row_bytes,
-                                 w->columns, row % KERNELS_PANEL, out);
+                                 0, w->columns, row % KERNELS_PANEL, out);
     else
         quant_decode_row(w->dtype, data + row * row_bytes, 0, w->columns, out);
 }

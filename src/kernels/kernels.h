@@ -66,9 +66,9 @@ void kernels_matmul_range(const kernels_matrix_t *w, const float *x, size_t x_st
                           uint32_t x_rows, float *y, size_t y_stride, uint32_t first, uint32_t last,
                           void *scratch);
 
-/* The same with row r of the input at x + row_ids[r] * x_stride (MoE: the rows of one expert), and with
- * y pointing at column `first`, so that a tile of the output may be stored alone. row_ids NULL means
- * 0, 1, 2, ... */
+/* The same with row r of the input at x + row_ids[r] * x_stride (MoE: the rows of one expert), and
+ * with y pointing at column `first`, so that a tile of the output may be stored alone. row_ids NULL
+ * means 0, 1, 2, ... */
 void kernels_matmul_gather_range(const kernels_matrix_t *w, const float *x, size_t x_stride,
                                  const uint32_t *row_ids, uint32_t x_rows, float *y,
                                  size_t y_stride, uint32_t first, uint32_t last, void *scratch);

@@ -78,7 +78,7 @@ static void matmul_decode_tile(const kernels_ops_t *ops, const kernels_matrix_t 
         uint32_t lanes = w->rows > row ? w->rows - row : 0;
         if (w->packed && lanes >= KERNELS_PANEL)
             ops->decode(w->dtype, (const uint8_t *)w->data + row / KERNELS_PANEL * panel_bytes, k0,
-                        count, tile, stride);
+                        count, tile, stride, panels * panel_bytes);
         else
             matmul_decode_rows(w, row, lanes < KERNELS_PANEL ? lanes : KERNELS_PANEL, k0, count,
                                tile, stride);

@@ -12,10 +12,13 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define ALWAYS_INLINE KERNELS_UNCHECKED static inline __attribute__((always_inline))
 
-#define MAX_HALVES 4 /* two panels for one row; one panel for 2 to 4 rows, else registers run out  \
-                      */
+#define DIRECT_AHEAD 2048 /* bytes ahead in each panel */
+/* Two panels at once hide the latency of the multiply-adds for one row of a plain type. Decoding a
+ * quantised type hides it as well, and then a single stream is better; with more rows the registers
+ * run out. */
+#define MAX_HALVES 4
 
 /* Where decoded columns go. ROWS 0: into the tile; otherwise into the accumulators. Lives in
  * registers after inlining. */
@@ -24,10 +27,19 @@ typedef struct sink {
     const float *x[KERNELS_DIRECT_ROWS];
     float *tile;
     size_t stride;
+    size_t ahead; /* distance of the prefetch, bytes */
 } sink_t;
 
+/* Starts fetching the cache line that lies `ahead` of `at`. The hardware's own prefetcher loses a
+ * stream at every page and at the end of every panel, and panels of small models are short. A
+ * prefetch never faults, so running past the matrix is harmless. */
+ALWAYS_INLINE void sink_prefetch(const sink_t *sink, const uint8_t *at)
+{
+    _mm_prefetch((const char *)((uintptr_t)at + sink->ahead), _MM_HINT_T0);
+}
+
 /* Column k of HALVES half panels. */
-ALWAYS_INLINE void sink_take(sink_t *sink, const int HALVES, const int ROWS, uint32_t k,
+ALWAYS_INLINE void sink_take(sink_t *sink, const int HALVES, const int ROWS, size_t k,
                              const __m256 *w)
 {
     if (ROWS == 0) {
@@ -65,11 +77,14 @@ ALWAYS_INLINE void block_f32(sink_t *sink, const int HALVES, const int ROWS,
                              const uint8_t *const *panel, uint32_t count)
 {
 #pragma GCC unroll 2
-    for (uint32_t k = 0; k < count; k++) {
+    for (size_t k = 0; k < count; k++) {
         __m256 w[MAX_HALVES];
 #pragma GCC unroll 4
-        for (int h = 0; h < HALVES; h++)
-            w[h] = _mm256_loadu_ps((const float *)half_at(panel, h, 64 * (size_t)k, 4));
+        for (int h = 0; h < HALVES; h++) {
+            w[h] = _mm256_loadu_ps((const float *)half_at(panel, h, 64 * k, 4));
+            if (h % 2 == 0)
+                sink_prefetch(sink, half_at(panel, h, 64 * k, 4));
+        }
         sink_take(sink, HALVES, ROWS, k, w);
     }
 }
@@ -78,11 +93,14 @@ ALWAYS_INLINE void block_f16(sink_t *sink, const int HALVES, const int ROWS,
                              const uint8_t *const *panel, uint32_t count)
 {
 #pragma GCC unroll 2
-    for (uint32_t k = 0; k < count; k++) {
+    for (size_t k = 0; k < count; k++) {
         __m256 w[MAX_HALVES];
 #pragma GCC unroll 4
-        for (int h = 0; h < HALVES; h++)
-            w[h] = load_f16(half_at(panel, h, 32 * (size_t)k, 2));
+        for (int h = 0; h < HALVES; h++) {
+            w[h] = load_f16(half_at(panel, h, 32 * k, 2));
+            if (h % 2 == 0 && k % 2 == 0)
+                sink_prefetch(sink, half_at(panel, h, 32 * k, 2));
+        }
         sink_take(sink, HALVES, ROWS, k, w);
     }
 }
@@ -91,12 +109,14 @@ ALWAYS_INLINE void block_bf16(sink_t *sink, const int HALVES, const int ROWS,
                               const uint8_t *const *panel, uint32_t count)
 {
     const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
-    for (uint32_t k = 0; k < count; k += 2) {
+    for (size_t k = 0; k < count; k += 2) {
         __m256i pair[MAX_HALVES];
         __m256 w[MAX_HALVES];
 #pragma GCC unroll 4
         for (int h = 0; h < HALVES; h++) {
-            pair[h] = load_words(half_at(panel, h, 32 * (size_t)k, 4));
+            pair[h] = load_words(half_at(panel, h, 32 * k, 4));
+            if (h % 2 == 0)
+                sink_prefetch(sink, half_at(panel, h, 32 * k, 4));
             w[h] = _mm256_castsi256_ps(_mm256_slli_epi32(pair[h], 16));
         }
         sink_take(sink, HALVES, ROWS, k, w);
@@ -110,17 +130,22 @@ ALWAYS_INLINE void block_bf16(sink_t *sink, const int HALVES, const int ROWS,
 ALWAYS_INLINE void block_q8_0(sink_t *sink, const int HALVES, const int ROWS,
                               const uint8_t *const *panel, uint32_t count)
 {
-    for (uint32_t b = 0; b < count / 32; b++) {
+    for (size_t b = 0; b < count / 32; b++) {
         __m256 d[MAX_HALVES];
 #pragma GCC unroll 4
-        for (int h = 0; h < HALVES; h++)
-            d[h] = load_f16(half_at(panel, h, 544 * (size_t)b, 2));
+        for (int h = 0; h < HALVES; h++) {
+            d[h] = load_f16(half_at(panel, h, 544 * b, 2));
+            if (h % 2 == 0)
+                sink_prefetch(sink, half_at(panel, h, 544 * b, 2));
+        }
 #pragma GCC unroll 4
-        for (uint32_t i = 0; i < 32; i++) {
+        for (size_t i = 0; i < 32; i++) {
             __m256 w[MAX_HALVES];
 #pragma GCC unroll 4
             for (int h = 0; h < HALVES; h++) {
-                const uint8_t *q = half_at(panel, h, 544 * (size_t)b + 32 + 16 * i, 1);
+                const uint8_t *q = half_at(panel, h, 544 * b + 32 + 16 * i, 1);
+                if (h % 2 == 0 && i % 4 == 0)
+                    sink_prefetch(sink, q + 32);
                 __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)q));
                 w[h] = _mm256_mul_ps(d[h], _mm256_cvtepi32_ps(integers));
             }
@@ -137,13 +162,16 @@ ALWAYS_INLINE void block_q8_0(sink_t *sink, const int HALVES, const int ROWS,
  */
 ALWAYS_INLINE void nibbles_take(sink_t *sink, const int HALVES, const int ROWS,
                                 const uint8_t *const *panel, size_t offset_bytes,
-                                const __m256 *scale, const __m256 *offset, uint32_t k)
+                                const __m256 *scale, const __m256 *offset, size_t k)
 {
     const __m256i mask = _mm256_set1_epi32(15 << 19), one = _mm256_set1_epi32(0x3f800000);
     __m256i q[MAX_HALVES];
 #pragma GCC unroll 4
-    for (int h = 0; h < HALVES; h++)
+    for (int h = 0; h < HALVES; h++) {
         q[h] = load_words(half_at(panel, h, offset_bytes, 4));
+        if (h % 2 == 0)
+            sink_prefetch(sink, half_at(panel, h, offset_bytes, 4));
+    }
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
         __m256 w[MAX_HALVES];
@@ -154,7 +182,7 @@ ALWAYS_INLINE void nibbles_take(sink_t *sink, const int HALVES, const int ROWS,
             moved = _mm256_or_si256(_mm256_and_si256(moved, mask), one);
             w[h] = _mm256_fmadd_ps(scale[h], _mm256_castsi256_ps(moved), offset[h]);
         }
-        sink_take(sink, HALVES, ROWS, k + (uint32_t)j, w);
+        sink_take(sink, HALVES, ROWS, k + (size_t)j, w);
     }
 }
 
@@ -163,18 +191,20 @@ ALWAYS_INLINE void block_q4(sink_t *sink, const int HALVES, const int ROWS, cons
                             const uint8_t *const *panel, uint32_t count)
 {
     const size_t block_bytes = MINIMUM ? 320 : 288, header = MINIMUM ? 64 : 32;
-    for (uint32_t b = 0; b < count / 32; b++) {
+    for (size_t b = 0; b < count / 32; b++) {
         __m256 scale[MAX_HALVES], offset[MAX_HALVES];
 #pragma GCC unroll 4
         for (int h = 0; h < HALVES; h++) {
             __m256 d = load_f16(half_at(panel, h, block_bytes * b, 2));
+            if (h % 2 == 0)
+                sink_prefetch(sink, half_at(panel, h, block_bytes * b, 2));
             scale[h] = _mm256_mul_ps(d, _mm256_set1_ps(16));
             offset[h] =
                 MINIMUM
                     ? _mm256_sub_ps(load_f16(half_at(panel, h, block_bytes * b + 32, 2)), scale[h])
                     : _mm256_mul_ps(d, _mm256_set1_ps(-24));
         }
-        for (uint32_t g = 0; g < 4; g++)
+        for (size_t g = 0; g < 4; g++)
             nibbles_take(sink, HALVES, ROWS, panel, block_bytes * b + header + 64 * g, scale,
                          offset, 32 * b + 8 * g);
     }
@@ -199,10 +229,9 @@ ALWAYS_INLINE __m256 q4_k_field(const uint8_t *const *panel, int h, uint32_t fie
 }
 
 ALWAYS_INLINE void block_q4_k(sink_t *sink, const int HALVES, const int ROWS,
-                              const uint8_t *const *panel, uint32_t count)
+                              const uint8_t *const *panel, uint32_t first, uint32_t count)
 {
-    (void)count; /* always one block of 256 */
-    for (uint32_t s = 0; s < 8; s++) {
+    for (size_t s = first / 32; s < (first + count) / 32; s++) {
         __m256 scale[MAX_HALVES], offset[MAX_HALVES];
 #pragma GCC unroll 4
         for (int h = 0; h < HALVES; h++) {
@@ -213,35 +242,39 @@ ALWAYS_INLINE void block_q4_k(sink_t *sink, const int HALVES, const int ROWS,
             offset[h] = _mm256_mul_ps(dmin, q4_k_field(panel, h, 8 + s));
             offset[h] = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_add_ps(offset[h], scale[h]));
         }
-        for (uint32_t g = 0; g < 4; g++)
-            nibbles_take(sink, HALVES, ROWS, panel, 256 + 256 * (size_t)s + 64 * g, scale, offset,
-                         32 * s + 8 * g);
+        for (size_t g = 0; g < 4; g++)
+            nibbles_take(sink, HALVES, ROWS, panel, 256 + 256 * s + 64 * g, scale, offset,
+                         32 * s - first + 8 * g);
     }
 }
 
 ALWAYS_INLINE void block_q6_k(sink_t *sink, const int HALVES, const int ROWS,
-                              const uint8_t *const *panel, uint32_t count)
+                              const uint8_t *const *panel, uint32_t first, uint32_t count)
 {
-    (void)count;
     const __m256i low_mask = _mm256_set1_epi32(15), high_mask = _mm256_set1_epi32(48);
-    for (uint32_t s = 0; s < 16; s++) {
+    for (size_t s = first / 16; s < (first + count) / 16; s++) {
         __m256 scale[MAX_HALVES], offset[MAX_HALVES];
         __m256i high[MAX_HALVES];
 #pragma GCC unroll 4
         for (int h = 0; h < HALVES; h++) {
-            const uint8_t *scales = half_at(panel, h, 32 + 16 * (size_t)s, 1);
+            const uint8_t *scales = half_at(panel, h, 32 + 16 * s, 1);
             __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)scales));
             scale[h] =
                 _mm256_mul_ps(load_f16(half_at(panel, h, 0, 2)), _mm256_cvtepi32_ps(integers));
             offset[h] = _mm256_mul_ps(scale[h], _mm256_set1_ps(-32));
-            high[h] = load_words(half_at(panel, h, 288 + 2048 + 64 * (size_t)s, 4));
+            high[h] = load_words(half_at(panel, h, 288 + 2048 + 64 * s, 4));
+            if (h % 2 == 0)
+                sink_prefetch(sink, half_at(panel, h, 288 + 2048 + 64 * s, 4));
         }
 #pragma GCC unroll 2
-        for (uint32_t g = 0; g < 2; g++) {
+        for (size_t g = 0; g < 2; g++) {
             __m256i low[MAX_HALVES];
 #pragma GCC unroll 4
-            for (int h = 0; h < HALVES; h++)
-                low[h] = load_words(half_at(panel, h, 288 + 64 * (size_t)(2 * s + g), 4));
+            for (int h = 0; h < HALVES; h++) {
+                low[h] = load_words(half_at(panel, h, 288 + 64 * (2 * s + g), 4));
+                if (h % 2 == 0)
+                    sink_prefetch(sink, half_at(panel, h, 288 + 64 * (2 * s + g), 4));
+            }
 #pragma GCC unroll 8
             for (uint32_t j = 0; j < 8; j++) {
                 __m256 w[MAX_HALVES];
@@ -255,39 +288,43 @@ ALWAYS_INLINE void block_q6_k(sink_t *sink, const int HALVES, const int ROWS,
                     /* scale * (q - 32), with the product rounded once. */
                     w[h] = _mm256_fmadd_ps(scale[h], _mm256_cvtepi32_ps(upper), offset[h]);
                 }
-                sink_take(sink, HALVES, ROWS, 16 * s + i, w);
+                sink_take(sink, HALVES, ROWS, 16 * s - first + i, w);
             }
         }
     }
 }
 
+/* Columns [k0, k0 + count), at most KERNELS_K_BLOCK and within one block of 256. */
 ALWAYS_INLINE void block_any(sink_t *sink, const xp_dtype_t dtype, const int HALVES, const int ROWS,
-                             const uint8_t *const *panel, uint32_t count)
+                             const uint8_t *const *panel, uint32_t k0, uint32_t count)
 {
+    const uint8_t *at[MAX_HALVES / 2];
+    for (int p = 0; p < HALVES / 2; p++)
+        at[p] = kernels_panel_block(panel[p], dtype, k0);
     switch (dtype) {
     case XP_DTYPE_F32:
-        block_f32(sink, HALVES, ROWS, panel, count);
+        block_f32(sink, HALVES, ROWS, at, count);
         break;
     case XP_DTYPE_F16:
-        block_f16(sink, HALVES, ROWS, panel, count);
+        block_f16(sink, HALVES, ROWS, at, count);
         break;
     case XP_DTYPE_BF16:
-        block_bf16(sink, HALVES, ROWS, panel, count);
+        block_bf16(sink, HALVES, ROWS, at, count);
         break;
     case XP_DTYPE_Q8_0:
-        block_q8_0(sink, HALVES, ROWS, panel, count);
+        block_q8_0(sink, HALVES, ROWS, at, count);
         break;
     case XP_DTYPE_Q4_0:
-        block_q4(sink, HALVES, ROWS, 0, panel, count);
+        block_q4(sink, HALVES, ROWS, 0, at, count);
         break;
     case XP_DTYPE_Q4_1:
-        block_q4(sink, HALVES, ROWS, 1, panel, count);
+        block_q4(sink, HALVES, ROWS, 1, at, count);
         break;
     case XP_DTYPE_Q4_K:
-        block_q4_k(sink, HALVES, ROWS, panel, count);
+        block_q4_k(sink, HALVES, ROWS, at, k0 % 256, count);
         break;
     default:
-        block_q6_k(sink, HALVES, ROWS, panel, count);
+        block_q6_k(sink, HALVES, ROWS, at, k0 % 256, count);
         break;
     }
 }
@@ -298,7 +335,6 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int HALVES, const
                                  const float *const *x, float *y, size_t y_stride)
 {
     const uint8_t *at[MAX_HALVES / 2];
-    const size_t step = xp_dtype_row_bytes(dtype, KERNELS_K_BLOCK) * KERNELS_PANEL;
     sink_t sink;
     for (int p = 0; p < HALVES / 2; p++)
         at[p] = panel + (size_t)p * panel_bytes;
@@ -311,7 +347,11 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int HALVES, const
             for (int h = 0; h < HALVES; h++)
                 sink.sum[h][r] = _mm256_setzero_ps();
         }
-        block_any(&sink, dtype, HALVES, ROWS, at, count);
+        size_t offset = (size_t)(kernels_panel_block(panel, dtype, k0) - panel);
+        sink.ahead = DIRECT_AHEAD;
+        if (offset + DIRECT_AHEAD >= panel_bytes)
+            sink.ahead += (HALVES / 2 - 1) * panel_bytes; /* into the next group of panels */
+        block_any(&sink, dtype, HALVES, ROWS, at, k0, count);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -322,8 +362,6 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int HALVES, const
                     sum = _mm256_add_ps(_mm256_loadu_ps(out), sum);
                 _mm256_storeu_ps(out, sum);
             }
-        for (int p = 0; p < HALVES / 2; p++)
-            at[p] += step;
     }
 }
 
@@ -348,12 +386,12 @@ ALWAYS_INLINE void direct_rows(const xp_dtype_t dtype, const int HALVES, const i
                       call->columns, call->x, call->y + p * KERNELS_PANEL, call->y_stride);
 }
 
-#define DIRECT_OF_DTYPE(NAME, DTYPE)                                                               \
-    static void direct_##NAME(uint32_t rows, const direct_call_t *call)                            \
+#define DIRECT_OF_DTYPE(NAME, DTYPE, ONE_ROW_HALVES)                                               \
+    KERNELS_UNCHECKED static void direct_##NAME(uint32_t rows, const direct_call_t *call)          \
     {                                                                                              \
         switch (rows) {                                                                            \
         case 1:                                                                                    \
-            direct_rows(DTYPE, 4, 1, call);                                                        \
+            direct_rows(DTYPE, ONE_ROW_HALVES, 1, call);                                           \
             break;                                                                                 \
         case 2:                                                                                    \
             direct_rows(DTYPE, 2, 2, call);                                                        \
@@ -366,23 +404,25 @@ ALWAYS_INLINE void direct_rows(const xp_dtype_t dtype, const int HALVES, const i
             break;                                                                                 \
         }                                                                                          \
     }                                                                                              \
-    static void decode_##NAME(const uint8_t *panel, uint32_t count, float *tile, size_t stride)    \
+    KERNELS_UNCHECKED static void decode_##NAME(const uint8_t *panel, uint32_t k0, uint32_t count, \
+                                                float *tile, size_t stride, size_t ahead)          \
     {                                                                                              \
-        sink_t sink = {.tile = tile, .stride = stride};                                            \
-        block_any(&sink, DTYPE, 2, 0, &panel, count);                                              \
+        sink_t sink = {.tile = tile, .stride = stride, .ahead = ahead};                            \
+        block_any(&sink, DTYPE, 2, 0, &panel, k0, count);                                          \
     }
-DIRECT_OF_DTYPE(f32, XP_DTYPE_F32)
-DIRECT_OF_DTYPE(f16, XP_DTYPE_F16)
-DIRECT_OF_DTYPE(bf16, XP_DTYPE_BF16)
-DIRECT_OF_DTYPE(q8_0, XP_DTYPE_Q8_0)
-DIRECT_OF_DTYPE(q4_0, XP_DTYPE_Q4_0)
-DIRECT_OF_DTYPE(q4_1, XP_DTYPE_Q4_1)
-DIRECT_OF_DTYPE(q4_k, XP_DTYPE_Q4_K)
-DIRECT_OF_DTYPE(q6_k, XP_DTYPE_Q6_K)
+DIRECT_OF_DTYPE(f32, XP_DTYPE_F32, 4)
+DIRECT_OF_DTYPE(f16, XP_DTYPE_F16, 4)
+DIRECT_OF_DTYPE(bf16, XP_DTYPE_BF16, 4)
+DIRECT_OF_DTYPE(q8_0, XP_DTYPE_Q8_0, 2)
+DIRECT_OF_DTYPE(q4_0, XP_DTYPE_Q4_0, 2)
+DIRECT_OF_DTYPE(q4_1, XP_DTYPE_Q4_1, 2)
+DIRECT_OF_DTYPE(q4_k, XP_DTYPE_Q4_K, 2)
+DIRECT_OF_DTYPE(q6_k, XP_DTYPE_Q6_K, 2)
 
 static const struct {
     void (*direct)(uint32_t rows, const direct_call_t *call);
-    void (*decode)(const uint8_t *panel, uint32_t count, float *tile, size_t stride);
+    void (*decode)(const uint8_t *panel, uint32_t k0, uint32_t count, float *tile, size_t stride,
+                   size_t ahead);
 } by_dtype[XP_DTYPE_COUNT] = {
     [XP_DTYPE_F32] = {direct_f32, decode_f32},    [XP_DTYPE_F16] = {direct_f16, decode_f16},
     [XP_DTYPE_BF16] = {direct_bf16, decode_bf16}, [XP_DTYPE_Q8_0] = {direct_q8_0, decode_q8_0},
@@ -399,20 +439,19 @@ void matmul_avx2_direct(xp_dtype_t dtype, const uint8_t *panel, size_t panel_byt
 }
 
 void matmul_avx2_decode(xp_dtype_t dtype, const uint8_t *panel, uint32_t k0, uint32_t count,
-                        float *tile, size_t stride)
+                        float *tile, size_t stride, size_t ahead)
 {
-    by_dtype[dtype].decode(panel + xp_dtype_row_bytes(dtype, k0) * KERNELS_PANEL, count, tile,
-                           stride);
+    by_dtype[dtype].decode(panel, k0, count, tile, stride, ahead);
 }
 
-ALWAYS_INLINE void micro_tile(const int ROWS, uint32_t k, const float *x, const float *tile,
-                              float *c, size_t c_stride, bool accumulate)
+ALWAYS_INLINE void micro_tile(const int ROWS, size_t k, const float *x, const float *tile, float *c,
+                              size_t c_stride, bool accumulate)
 {
     __m256 sum[6][2];
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
         sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-    for (uint32_t i = 0; i < k; i++) {
+    for (size_t i = 0; i < k; i++) {
         __m256 low = _mm256_load_ps(tile + (size_t)i * KERNELS_PANEL);
         __m256 high = _mm256_load_ps(tile + (size_t)i * KERNELS_PANEL + 8);
 #pragma GCC unroll 6
@@ -439,8 +478,9 @@ ALWAYS_INLINE void micro_tile(const int ROWS, uint32_t k, const float *x, const 
         micro_tile(ROWS, k, x, tile, c, c_stride, accumulate);                                     \
         break;
 
-void matmul_avx2_micro(uint32_t rows, uint32_t panels, uint32_t k, const float *x,
-                       const float *tile, float *c, size_t c_stride, bool accumulate)
+KERNELS_UNCHECKED void matmul_avx2_micro(uint32_t rows, uint32_t panels, uint32_t k, const float *x,
+                                         const float *tile, float *c, size_t c_stride,
+                                         bool accumulate)
 {
     (void)panels; /* micro_panels is 1 */
     switch (rows) {

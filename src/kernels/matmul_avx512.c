@@ -11,9 +11,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define ALWAYS_INLINE KERNELS_UNCHECKED static inline __attribute__((always_inline))
 
 #define DIRECT_PANELS 2
+#define DIRECT_AHEAD  2048 /* bytes ahead in each panel */
 
 /* Where decoded columns go. ROWS 0: into the tile; otherwise into the accumulators. Lives in
  * registers after inlining. */
@@ -22,10 +23,19 @@ typedef struct sink {
     const float *x[KERNELS_DIRECT_ROWS];
     float *tile;
     size_t stride;
+    size_t ahead; /* distance of the prefetch, bytes */
 } sink_t;
 
+/* Starts fetching the cache line that lies `ahead` of `at`. The hardware's own prefetcher loses a
+ * stream at every page and at the end of every panel, and panels of small models are short. A
+ * prefetch never faults, so running past the matrix is harmless. */
+ALWAYS_INLINE void sink_prefetch(const sink_t *sink, const uint8_t *at)
+{
+    _mm_prefetch((const char *)((uintptr_t)at + sink->ahead), _MM_HINT_T0);
+}
+
 /* Column k of PANELS panels. */
-ALWAYS_INLINE void sink_take(sink_t *sink, const int PANELS, const int ROWS, uint32_t k,
+ALWAYS_INLINE void sink_take(sink_t *sink, const int PANELS, const int ROWS, size_t k,
                              const __m512 *w)
 {
     if (ROWS == 0) {
@@ -50,11 +60,13 @@ ALWAYS_INLINE void block_f32(sink_t *sink, const int PANELS, const int ROWS,
                              const uint8_t *const *panel, uint32_t count)
 {
 #pragma GCC unroll 4
-    for (uint32_t k = 0; k < count; k++) {
+    for (size_t k = 0; k < count; k++) {
         __m512 w[DIRECT_PANELS];
 #pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++)
-            w[p] = _mm512_loadu_ps(panel[p] + 64 * (size_t)k);
+        for (int p = 0; p < PANELS; p++) {
+            w[p] = _mm512_loadu_ps(panel[p] + 64 * k);
+            sink_prefetch(sink, panel[p] + 64 * k);
+        }
         sink_take(sink, PANELS, ROWS, k, w);
     }
 }
@@ -63,11 +75,14 @@ ALWAYS_INLINE void block_f16(sink_t *sink, const int PANELS, const int ROWS,
                              const uint8_t *const *panel, uint32_t count)
 {
 #pragma GCC unroll 4
-    for (uint32_t k = 0; k < count; k++) {
+    for (size_t k = 0; k < count; k++) {
         __m512 w[DIRECT_PANELS];
 #pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++)
-            w[p] = load_f16(panel[p] + 32 * (size_t)k);
+        for (int p = 0; p < PANELS; p++) {
+            w[p] = load_f16(panel[p] + 32 * k);
+            if (k % 2 == 0)
+                sink_prefetch(sink, panel[p] + 32 * k);
+        }
         sink_take(sink, PANELS, ROWS, k, w);
     }
 }
@@ -77,12 +92,13 @@ ALWAYS_INLINE void block_bf16(sink_t *sink, const int PANELS, const int ROWS,
 {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
 #pragma GCC unroll 2
-    for (uint32_t k = 0; k < count; k += 2) {
+    for (size_t k = 0; k < count; k += 2) {
         __m512i pair[DIRECT_PANELS];
         __m512 w[DIRECT_PANELS];
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++) {
-            pair[p] = _mm512_loadu_si512(panel[p] + 32 * (size_t)k);
+            pair[p] = _mm512_loadu_si512(panel[p] + 32 * k);
+            sink_prefetch(sink, panel[p] + 32 * k);
             w[p] = _mm512_castsi512_ps(_mm512_slli_epi32(pair[p], 16));
         }
         sink_take(sink, PANELS, ROWS, k, w);
@@ -96,17 +112,21 @@ ALWAYS_INLINE void block_bf16(sink_t *sink, const int PANELS, const int ROWS,
 ALWAYS_INLINE void block_q8_0(sink_t *sink, const int PANELS, const int ROWS,
                               const uint8_t *const *panel, uint32_t count)
 {
-    for (uint32_t b = 0; b < count / 32; b++) {
+    for (size_t b = 0; b < count / 32; b++) {
         __m512 d[DIRECT_PANELS];
 #pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++)
-            d[p] = load_f16(panel[p] + 544 * (size_t)b);
+        for (int p = 0; p < PANELS; p++) {
+            d[p] = load_f16(panel[p] + 544 * b);
+            sink_prefetch(sink, panel[p] + 544 * b);
+        }
 #pragma GCC unroll 8
-        for (uint32_t i = 0; i < 32; i++) {
+        for (size_t i = 0; i < 32; i++) {
             __m512 w[DIRECT_PANELS];
 #pragma GCC unroll 2
             for (int p = 0; p < PANELS; p++) {
-                const uint8_t *q = panel[p] + 544 * (size_t)b + 32 + 16 * i;
+                const uint8_t *q = panel[p] + 544 * b + 32 + 16 * i;
+                if (i % 4 == 0)
+                    sink_prefetch(sink, q + 32);
                 __m512i integers = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q));
                 w[p] = _mm512_mul_ps(d[p], _mm512_cvtepi32_ps(integers));
             }
@@ -119,12 +139,14 @@ ALWAYS_INLINE void block_q8_0(sink_t *sink, const int PANELS, const int ROWS,
  * look-up uses the low four bits of a lane only, so shifting is all the unpacking there is. */
 ALWAYS_INLINE void nibbles_take(sink_t *sink, const int PANELS, const int ROWS, const int OFFSET,
                                 const uint8_t *const *words, const __m512 *scale,
-                                const __m512 *offset, __m512 table, uint32_t k)
+                                const __m512 *offset, __m512 table, size_t k)
 {
     __m512i q[DIRECT_PANELS];
 #pragma GCC unroll 2
-    for (int p = 0; p < PANELS; p++)
+    for (int p = 0; p < PANELS; p++) {
         q[p] = _mm512_loadu_si512(words[p]);
+        sink_prefetch(sink, words[p]);
+    }
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
         __m512 w[DIRECT_PANELS];
@@ -135,7 +157,7 @@ ALWAYS_INLINE void nibbles_take(sink_t *sink, const int PANELS, const int ROWS, 
             w[p] = OFFSET ? _mm512_fmadd_ps(scale[p], value, offset[p])
                           : _mm512_mul_ps(scale[p], value);
         }
-        sink_take(sink, PANELS, ROWS, k + (uint32_t)j, w);
+        sink_take(sink, PANELS, ROWS, k + (size_t)j, w);
     }
 }
 
@@ -151,18 +173,19 @@ ALWAYS_INLINE void block_q4(sink_t *sink, const int PANELS, const int ROWS, cons
     const size_t block_bytes = OFFSET ? 320 : 288, header = OFFSET ? 64 : 32;
     const __m512 table =
         OFFSET ? table_unsigned() : _mm512_sub_ps(table_unsigned(), _mm512_set1_ps(8));
-    for (uint32_t b = 0; b < count / 32; b++) {
+    for (size_t b = 0; b < count / 32; b++) {
         __m512 d[DIRECT_PANELS], m[DIRECT_PANELS];
         const uint8_t *at[DIRECT_PANELS];
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++) {
             at[p] = panel[p] + block_bytes * b;
             d[p] = load_f16(at[p]);
+            sink_prefetch(sink, at[p]);
             m[p] = OFFSET ? load_f16(at[p] + 32) : _mm512_setzero_ps();
             at[p] += header;
         }
 #pragma GCC unroll 4
-        for (uint32_t g = 0; g < 4; g++) {
+        for (size_t g = 0; g < 4; g++) {
             nibbles_take(sink, PANELS, ROWS, OFFSET, at, d, m, table, 32 * b + 8 * g);
 #pragma GCC unroll 2
             for (int p = 0; p < PANELS; p++)
@@ -191,11 +214,10 @@ ALWAYS_INLINE __m512 q4_k_field(const uint8_t *words, uint32_t field)
 }
 
 ALWAYS_INLINE void block_q4_k(sink_t *sink, const int PANELS, const int ROWS,
-                              const uint8_t *const *panel, uint32_t count)
+                              const uint8_t *const *panel, uint32_t first, uint32_t count)
 {
-    (void)count; /* always one block of 256 */
     const __m512 table = table_unsigned();
-    for (uint32_t s = 0; s < 8; s++) {
+    for (size_t s = first / 32; s < (first + count) / 32; s++) {
         __m512 scale[DIRECT_PANELS], offset[DIRECT_PANELS];
         const uint8_t *at[DIRECT_PANELS];
 #pragma GCC unroll 2
@@ -207,8 +229,8 @@ ALWAYS_INLINE void block_q4_k(sink_t *sink, const int PANELS, const int ROWS,
             at[p] = block + 256 + 256 * s;
         }
 #pragma GCC unroll 4
-        for (uint32_t g = 0; g < 4; g++) {
-            nibbles_take(sink, PANELS, ROWS, 1, at, scale, offset, table, 32 * s + 8 * g);
+        for (size_t g = 0; g < 4; g++) {
+            nibbles_take(sink, PANELS, ROWS, 1, at, scale, offset, table, 32 * s - first + 8 * g);
 #pragma GCC unroll 2
             for (int p = 0; p < PANELS; p++)
                 at[p] += 64;
@@ -217,11 +239,10 @@ ALWAYS_INLINE void block_q4_k(sink_t *sink, const int PANELS, const int ROWS,
 }
 
 ALWAYS_INLINE void block_q6_k(sink_t *sink, const int PANELS, const int ROWS,
-                              const uint8_t *const *panel, uint32_t count)
+                              const uint8_t *const *panel, uint32_t first, uint32_t count)
 {
-    (void)count;
     const __m512i low_mask = _mm512_set1_epi32(15), mask = _mm512_set1_epi32(63);
-    for (uint32_t s = 0; s < 16; s++) {
+    for (size_t s = first / 16; s < (first + count) / 16; s++) {
         __m512 scale[DIRECT_PANELS], offset[DIRECT_PANELS];
         __m512i high[DIRECT_PANELS];
 #pragma GCC unroll 2
@@ -232,13 +253,16 @@ ALWAYS_INLINE void block_q6_k(sink_t *sink, const int PANELS, const int ROWS,
             scale[p] = _mm512_mul_ps(load_f16(block), _mm512_cvtepi32_ps(integers));
             offset[p] = _mm512_mul_ps(scale[p], _mm512_set1_ps(-32));
             high[p] = _mm512_loadu_si512(block + 288 + 2048 + 64 * s);
+            sink_prefetch(sink, block + 288 + 2048 + 64 * s);
         }
 #pragma GCC unroll 2
-        for (uint32_t g = 0; g < 2; g++) {
+        for (size_t g = 0; g < 2; g++) {
             __m512i low[DIRECT_PANELS];
 #pragma GCC unroll 2
-            for (int p = 0; p < PANELS; p++)
+            for (int p = 0; p < PANELS; p++) {
                 low[p] = _mm512_loadu_si512(panel[p] + 288 + 64 * (2 * s + g));
+                sink_prefetch(sink, panel[p] + 288 + 64 * (2 * s + g));
+            }
 #pragma GCC unroll 8
             for (uint32_t j = 0; j < 8; j++) {
                 __m512 w[DIRECT_PANELS];
@@ -254,39 +278,43 @@ ALWAYS_INLINE void block_q6_k(sink_t *sink, const int PANELS, const int ROWS,
                     /* scale * (q - 32), with the product rounded once. */
                     w[p] = _mm512_fmadd_ps(scale[p], _mm512_cvtepi32_ps(integer), offset[p]);
                 }
-                sink_take(sink, PANELS, ROWS, 16 * s + i, w);
+                sink_take(sink, PANELS, ROWS, 16 * s - first + i, w);
             }
         }
     }
 }
 
+/* Columns [k0, k0 + count), at most KERNELS_K_BLOCK and within one block of 256. */
 ALWAYS_INLINE void block_any(sink_t *sink, const xp_dtype_t dtype, const int PANELS, const int ROWS,
-                             const uint8_t *const *panel, uint32_t count)
+                             const uint8_t *const *panel, uint32_t k0, uint32_t count)
 {
+    const uint8_t *at[DIRECT_PANELS];
+    for (int p = 0; p < PANELS; p++)
+        at[p] = kernels_panel_block(panel[p], dtype, k0);
     switch (dtype) {
     case XP_DTYPE_F32:
-        block_f32(sink, PANELS, ROWS, panel, count);
+        block_f32(sink, PANELS, ROWS, at, count);
         break;
     case XP_DTYPE_F16:
-        block_f16(sink, PANELS, ROWS, panel, count);
+        block_f16(sink, PANELS, ROWS, at, count);
         break;
     case XP_DTYPE_BF16:
-        block_bf16(sink, PANELS, ROWS, panel, count);
+        block_bf16(sink, PANELS, ROWS, at, count);
         break;
     case XP_DTYPE_Q8_0:
-        block_q8_0(sink, PANELS, ROWS, panel, count);
+        block_q8_0(sink, PANELS, ROWS, at, count);
         break;
     case XP_DTYPE_Q4_0:
-        block_q4(sink, PANELS, ROWS, 0, panel, count);
+        block_q4(sink, PANELS, ROWS, 0, at, count);
         break;
     case XP_DTYPE_Q4_1:
-        block_q4(sink, PANELS, ROWS, 1, panel, count);
+        block_q4(sink, PANELS, ROWS, 1, at, count);
         break;
     case XP_DTYPE_Q4_K:
-        block_q4_k(sink, PANELS, ROWS, panel, count);
+        block_q4_k(sink, PANELS, ROWS, at, k0 % 256, count);
         break;
     default:
-        block_q6_k(sink, PANELS, ROWS, panel, count);
+        block_q6_k(sink, PANELS, ROWS, at, k0 % 256, count);
         break;
     }
 }
@@ -297,7 +325,6 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int PANELS, const
                                  const float *const *x, float *y, size_t y_stride)
 {
     const uint8_t *at[DIRECT_PANELS];
-    const size_t step = xp_dtype_row_bytes(dtype, KERNELS_K_BLOCK) * KERNELS_PANEL;
     sink_t sink;
     for (int p = 0; p < PANELS; p++)
         at[p] = panel + (size_t)p * panel_bytes;
@@ -310,7 +337,11 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int PANELS, const
             for (int p = 0; p < PANELS; p++)
                 sink.sum[p][r] = _mm512_setzero_ps();
         }
-        block_any(&sink, dtype, PANELS, ROWS, at, count);
+        size_t offset = (size_t)(kernels_panel_block(panel, dtype, k0) - panel);
+        sink.ahead = DIRECT_AHEAD;
+        if (offset + DIRECT_AHEAD >= panel_bytes)
+            sink.ahead += (PANELS - 1) * panel_bytes; /* into the next group of panels */
+        block_any(&sink, dtype, PANELS, ROWS, at, k0, count);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
@@ -321,8 +352,6 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int PANELS, const
                     sum = _mm512_add_ps(_mm512_loadu_ps(out), sum);
                 _mm512_storeu_ps(out, sum);
             }
-        for (int p = 0; p < PANELS; p++)
-            at[p] += step;
     }
 }
 
@@ -348,7 +377,7 @@ ALWAYS_INLINE void direct_rows(const xp_dtype_t dtype, const int ROWS, const dir
 }
 
 #define DIRECT_OF_DTYPE(NAME, DTYPE)                                                               \
-    static void direct_##NAME(uint32_t rows, const direct_call_t *call)                            \
+    KERNELS_UNCHECKED static void direct_##NAME(uint32_t rows, const direct_call_t *call)          \
     {                                                                                              \
         switch (rows) {                                                                            \
         case 1:                                                                                    \
@@ -365,10 +394,11 @@ ALWAYS_INLINE void direct_rows(const xp_dtype_t dtype, const int ROWS, const dir
             break;                                                                                 \
         }                                                                                          \
     }                                                                                              \
-    static void decode_##NAME(const uint8_t *panel, uint32_t count, float *tile, size_t stride)    \
+    KERNELS_UNCHECKED static void decode_##NAME(const uint8_t *panel, uint32_t k0, uint32_t count, \
+                                                float *tile, size_t stride, size_t ahead)          \
     {                                                                                              \
-        sink_t sink = {.tile = tile, .stride = stride};                                            \
-        block_any(&sink, DTYPE, 1, 0, &panel, count);                                              \
+        sink_t sink = {.tile = tile, .stride = stride, .ahead = ahead};                            \
+        block_any(&sink, DTYPE, 1, 0, &panel, k0, count);                                          \
     }
 DIRECT_OF_DTYPE(f32, XP_DTYPE_F32)
 DIRECT_OF_DTYPE(f16, XP_DTYPE_F16)
@@ -381,7 +411,8 @@ DIRECT_OF_DTYPE(q6_k, XP_DTYPE_Q6_K)
 
 static const struct {
     void (*direct)(uint32_t rows, const direct_call_t *call);
-    void (*decode)(const uint8_t *panel, uint32_t count, float *tile, size_t stride);
+    void (*decode)(const uint8_t *panel, uint32_t k0, uint32_t count, float *tile, size_t stride,
+                   size_t ahead);
 } by_dtype[XP_DTYPE_COUNT] = {
     [XP_DTYPE_F32] = {direct_f32, decode_f32},    [XP_DTYPE_F16] = {direct_f16, decode_f16},
     [XP_DTYPE_BF16] = {direct_bf16, decode_bf16}, [XP_DTYPE_Q8_0] = {direct_q8_0, decode_q8_0},
@@ -398,10 +429,9 @@ void matmul_avx512_direct(xp_dtype_t dtype, const uint8_t *panel, size_t panel_b
 }
 
 void matmul_avx512_decode(xp_dtype_t dtype, const uint8_t *panel, uint32_t k0, uint32_t count,
-                          float *tile, size_t stride)
+                          float *tile, size_t stride, size_t ahead)
 {
-    by_dtype[dtype].decode(panel + xp_dtype_row_bytes(dtype, k0) * KERNELS_PANEL, count, tile,
-                           stride);
+    by_dtype[dtype].decode(panel, k0, count, tile, stride, ahead);
 }
 
 ALWAYS_INLINE void micro_tile(const int ROWS, const int PANELS, uint32_t k, const float *x,
@@ -413,7 +443,7 @@ ALWAYS_INLINE void micro_tile(const int ROWS, const int PANELS, uint32_t k, cons
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++)
             sum[r][p] = _mm512_setzero_ps();
-    for (uint32_t i = 0; i < k; i++) {
+    for (size_t i = 0; i < k; i++) {
         __m512 w[2];
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++)
@@ -446,8 +476,9 @@ ALWAYS_INLINE void micro_tile(const int ROWS, const int PANELS, uint32_t k, cons
             micro_tile(ROWS, 1, k, x, tile, c, c_stride, accumulate);                              \
         break;
 
-void matmul_avx512_micro(uint32_t rows, uint32_t panels, uint32_t k, const float *x,
-                         const float *tile, float *c, size_t c_stride, bool accumulate)
+KERNELS_UNCHECKED void matmul_avx512_micro(uint32_t rows, uint32_t panels, uint32_t k,
+                                           const float *x, const float *tile, float *c,
+                                           size_t c_stride, bool accumulate)
 {
     switch (rows) {
         MICRO_CASE(1)

@@ -35,19 +35,26 @@
 #include "kernels/kernels.h"
 
 #define KERNELS_PANEL       16
-#define KERNELS_K_BLOCK     256
+#define KERNELS_K_BLOCK     128 /* a tile of 32 columns takes 16 KiB, and leaves L1 to the inputs */
 #define KERNELS_DIRECT_ROWS 4   /* most rows of a direct kernel */
 #define KERNELS_ROW_CHUNK   252 /* rows of one GEMM pass: a multiple of 14, 6 and 4 */
 
-/* Input rows copied for the GEMM: a stride of 17 cache lines spreads the rows over the cache sets.
+/* For the unrolled vector kernels: a sanitizer's check on each of their loads makes compiling take
+ * minutes. tests/unit/kernels/test_matmul.c runs them between guard pages instead, in every build.
+ */
+#define KERNELS_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
+/* Input rows copied for the GEMM: a stride of 9 cache lines spreads the rows over the cache sets.
  */
 #define KERNELS_X_STRIDE (KERNELS_K_BLOCK + 16)
 
 typedef struct kernels_ops {
+    kernels_variant_t variant;
+
     /* Decodes columns [k0, k0 + count) of a packed panel: tile[k * stride + lane]. k0 is a multiple
-     * of KERNELS_K_BLOCK. */
+     * of KERNELS_K_BLOCK. `ahead` bytes behind what is read lies what will be wanted next. */
     void (*decode)(xp_dtype_t dtype, const uint8_t *panel, uint32_t k0, uint32_t count, float *tile,
-                   size_t stride);
+                   size_t stride, size_t ahead);
 
     /* c[r][16 * panels] (+)= x[r][0..k) * tile[0..k)[16 * panels] for r < rows <= micro_rows and
      * panels <= micro_panels; x has stride KERNELS_X_STRIDE. */
@@ -70,11 +77,34 @@ typedef struct kernels_ops {
     void (*softmax)(float *x, size_t count);
 } kernels_ops_t;
 
+/* Start of the block that holds column k of a packed panel. Inline, so that it folds for a constant
+ * dtype. */
+static inline const uint8_t *kernels_panel_block(const uint8_t *panel, xp_dtype_t dtype, size_t k)
+{
+    switch (dtype) {
+    case XP_DTYPE_F32:
+        return panel + k * 64;
+    case XP_DTYPE_F16:
+    case XP_DTYPE_BF16:
+        return panel + k * 32;
+    case XP_DTYPE_Q8_0:
+        return panel + k / 32 * 544;
+    case XP_DTYPE_Q4_0:
+        return panel + k / 32 * 288;
+    case XP_DTYPE_Q4_1:
+        return panel + k / 32 * 320;
+    case XP_DTYPE_Q4_K:
+        return panel + k / 256 * 2304;
+    default:
+        return panel + k / 256 * 3360;
+    }
+}
+
 extern const kernels_ops_t kernels_ops_plain, kernels_ops_avx2, kernels_ops_avx512;
 
 /* Whether a matrix of this kind has a packed form. */
 bool kernels_pack_supported(xp_dtype_t dtype, uint32_t columns);
-/* Decodes one lane (row) of a packed panel, all columns. Plain C. */
-void kernels_pack_decode_lane(xp_dtype_t dtype, const uint8_t *panel, uint32_t columns,
-                              uint32_t lane, float *out);
+/* Decodes columns [first, first + count) of one lane (row) of a packed panel. Plain C. */
+void kernels_pack_decode_lane(xp_dtype_t dtype, const uint8_t *panel, uint32_t first,
+                              uint32_t count, uint32_t lane, float *out);
 #endif

@@ -222,21 +222,22 @@ static void pack_decode_block(xp_dtype_t dtype, const uint8_t *block, uint32_t l
     }
 }
 
-void kernels_pack_decode_lane(xp_dtype_t dtype, const uint8_t *panel, uint32_t columns,
-                              uint32_t lane, float *out)
+void kernels_pack_decode_lane(xp_dtype_t dtype, const uint8_t *panel, uint32_t first,
+                              uint32_t count, uint32_t lane, float *out)
 {
+    const uint32_t last = first + count;
     switch (dtype) {
     case XP_DTYPE_F32:
-        for (uint32_t k = 0; k < columns; k++)
-            memcpy(&out[k], panel + 64 * (size_t)k + 4 * lane, 4);
+        for (uint32_t k = first; k < last; k++)
+            memcpy(out++, panel + 64 * (size_t)k + 4 * lane, 4);
         return;
     case XP_DTYPE_F16:
-        for (uint32_t k = 0; k < columns; k++)
-            out[k] = quant_from_f16(quant_load_u16(panel + 32 * (size_t)k + 2 * lane));
+        for (uint32_t k = first; k < last; k++)
+            *out++ = quant_from_f16(quant_load_u16(panel + 32 * (size_t)k + 2 * lane));
         return;
     case XP_DTYPE_BF16:
-        for (uint32_t k = 0; k < columns; k++)
-            out[k] = quant_from_bf16(
+        for (uint32_t k = first; k < last; k++)
+            *out++ = quant_from_bf16(
                 quant_load_u16(panel + 64 * (size_t)(k / 2) + 4 * lane + 2 * (k % 2)));
         return;
     default:
@@ -244,6 +245,13 @@ void kernels_pack_decode_lane(xp_dtype_t dtype, const uint8_t *panel, uint32_t c
     }
     uint32_t elements = xp_dtype_block_elements(dtype);
     size_t bytes = (size_t)xp_dtype_block_bytes(dtype) * KERNELS_PANEL;
-    for (uint32_t b = 0; b < columns / elements; b++)
-        pack_decode_block(dtype, panel + b * bytes, lane, out + b * elements);
+    float whole[256];
+    for (uint32_t k = first; k < last;) {
+        uint32_t skip = k % elements,
+                 take = elements - skip < last - k ? elements - skip : last - k;
+        pack_decode_block(dtype, panel + k / elements * bytes, lane, whole);
+        memcpy(out, whole + skip, take * sizeof(float));
+        k += take;
+        out += take;
+    }
 }

@@ -10,12 +10,12 @@
 #include "kernels/ops.h"
 
 static void plain_decode(xp_dtype_t dtype, const uint8_t *panel, uint32_t k0, uint32_t count,
-                         float *tile, size_t stride)
+                         float *tile, size_t stride, size_t ahead)
 {
+    (void)ahead;
     float values[KERNELS_K_BLOCK];
-    panel += xp_dtype_row_bytes(dtype, k0) * KERNELS_PANEL;
     for (uint32_t lane = 0; lane < KERNELS_PANEL; lane++) {
-        kernels_pack_decode_lane(dtype, panel, count, lane, values);
+        kernels_pack_decode_lane(dtype, panel, k0, count, lane, values);
         for (uint32_t k = 0; k < count; k++)
             tile[k * stride + lane] = values[k];
     }
@@ -108,6 +108,7 @@ static void plain_softmax(float *x, size_t count)
 }
 
 const kernels_ops_t kernels_ops_plain = {
+    .variant = KERNELS_PLAIN,
     .decode = plain_decode,
     .micro = plain_micro,
     .micro_rows = 4,

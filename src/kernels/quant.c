@@ -138,7 +138,19 @@ void quant_decode_row(xp_dtype_t dtype, const uint8_t *row, uint32_t first, uint
     }
     XP_ASSERT((unsigned)dtype < XP_DTYPE_COUNT && decoders[dtype]);
     uint32_t elements = xp_dtype_block_elements(dtype), bytes = xp_dtype_block_bytes(dtype);
-    const uint8_t *block = row + (size_t)(first / elements) * bytes;
-    for (uint32_t done = 0; done < count; done += elements, block += bytes)
-        decoders[dtype](block, out + done);
+    float whole[256];
+    for (uint32_t k = first; k < first + count;) {
+        uint32_t skip = k % elements, take = elements - skip;
+        const uint8_t *block = row + (size_t)(k / elements) * bytes;
+        if (take > first + count - k)
+            take = first + count - k;
+        if (take == elements) {
+            decoders[dtype](block, out);
+        } else {
+            decoders[dtype](block, whole);
+            memcpy(out, whole + skip, take * sizeof(float));
+        }
+        k += take;
+        out += take;
+    }
 }

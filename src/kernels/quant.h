@@ -75,9 +75,9 @@ static inline void quant_q4_k_scale(const uint8_t *packed, uint32_t index, uint3
 void quant_q4_k_integers(const uint8_t *block, uint8_t *out);
 void quant_q6_k_integers(const uint8_t *block, uint8_t *out);
 
-/* Elements [first, first + count) of one row in checkpoint order. For quantised types both are
- * multiples of the block. The products are ordered so that each weight is rounded at most once and
- * equals the value that the gguf Python package computes. */
+/* Elements [first, first + count) of one row in checkpoint order. The products are ordered so that
+ * each weight is rounded at most once and equals the value that the gguf Python package computes.
+ */
 void quant_decode_row(xp_dtype_t dtype, const uint8_t *row, uint32_t first, uint32_t count,
                       float *out);
 #endif

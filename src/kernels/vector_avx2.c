@@ -162,6 +162,7 @@ static void avx2_softmax(float *x, size_t count)
 }
 
 const kernels_ops_t kernels_ops_avx2 = {
+    .variant = KERNELS_AVX2,
     .decode = matmul_avx2_decode,
     .micro = matmul_avx2_micro,
     .micro_rows = 6,

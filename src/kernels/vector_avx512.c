@@ -149,6 +149,7 @@ static void avx512_softmax(float *x, size_t count)
 }
 
 const kernels_ops_t kernels_ops_avx512 = {
+    .variant = KERNELS_AVX512,
     .decode = matmul_avx512_decode,
     .micro = matmul_avx512_micro,
     .micro_rows = 14,

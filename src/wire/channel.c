@@ -70,6 +70,17 @@ static void channel_readable(evutil_socket_t socket, short events, void *argumen
         wire_channel_destroy(channel);
 }
 
+static void channel_drop_queue(wire_channel_t *channel)
+{
+    while (channel->first) {
+        queued_packet_t *packet = channel->first;
+        channel->first = packet->next;
+        packet_free(packet);
+    }
+    channel->last = NULL;
+    channel->queued = 0;
+}
+
 static void channel_writable(evutil_socket_t socket, short events, void *argument)
 {
     wire_channel_t *channel = argument;
@@ -80,8 +91,10 @@ static void channel_writable(evutil_socket_t socket, short events, void *argumen
         if (status == XP_RETRY)
             return;
         if (status != XP_OK) {
-            channel_report_closed(channel, status);
-            return;
+            /* Nobody will read the rest. The reading side first hands on what the peer still said,
+             * then reports the end. */
+            channel_drop_queue(channel);
+            break;
         }
         channel->first = packet->next;
         if (!channel->first)
@@ -129,11 +142,7 @@ void wire_channel_destroy(wire_channel_t *channel)
         event_free(channel->readable);
     if (channel->writable)
         event_free(channel->writable);
-    while (channel->first) {
-        queued_packet_t *packet = channel->first;
-        channel->first = packet->next;
-        packet_free(packet);
-    }
+    channel_drop_queue(channel);
     if (channel->socket >= 0)
         close(channel->socket);
     channel->magic = 0;

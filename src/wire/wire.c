@@ -203,9 +203,12 @@ xp_status_t wire_receive(int socket, xpw_Envelope *envelope_out, wire_descriptor
                              .msg_control = control.bytes,
                              .msg_controllen = sizeof(control.bytes)};
     ssize_t length;
+    /* A peer that closed with unread packets leaves ECONNRESET as a pending error that one call
+     * reports and clears; what it had sent before, its Bye among it, is still there to be read. */
+    int resets = 0;
     do {
         length = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    } while (length < 0 && errno == EINTR);
+    } while (length < 0 && (errno == EINTR || (errno == ECONNRESET && resets++ == 0)));
     if (length < 0) {
         if (errno == EAGAIN)
             return XP_RETRY;

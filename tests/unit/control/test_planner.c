@@ -23,8 +23,9 @@ static uint64_t next_random(void)
     return random_state;
 }
 
-/* Every assignment, no pruning: smallest largest load, then the lowest masks in item order. Masks are
- * compared as the planner states it: lower device indices first, that is the lower mask value. */
+/* Every assignment, no pruning: smallest largest load, then the lowest masks in item order. Masks
+ * are compared as the planner states it: lower device indices first, that is the lower mask value.
+ */
 static bool exhaustive(const uint64_t *bytes, const uint32_t *tp, uint32_t items,
                        const uint64_t *capacity, uint32_t devices, uint64_t *best_out,
                        uint32_t *masks_out)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Independent references for the kernel tests: seeded random data, and decoders of every weight
- * dtype written from the format's definition in double arithmetic, element by element. They share no
- * code with src/kernels.
+ * dtype written from the format's definition in double arithmetic, element by element. They share
+ * no code with src/kernels.
  */
 #ifndef XPOOL_TESTS_KERNELS_REFERENCE_H
 #define XPOOL_TESTS_KERNELS_REFERENCE_H

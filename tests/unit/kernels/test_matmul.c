@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Matrix products of every variant and dtype against double references, and the promise that a row's
- * result depends on nothing but the row.
+ * Matrix products of every variant and dtype against double references, and the promise that a
+ * row's result depends on nothing but the row.
  */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/mman.h>
 #include <cmocka.h>
 
 #include "kernels/kernels.h"
@@ -25,8 +26,8 @@ static const xp_dtype_t dtypes[] = {XP_DTYPE_F32,  XP_DTYPE_F16,  XP_DTYPE_BF16,
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
 typedef struct problem {
-    kernels_matrix_t w;     /* packed or not */
-    uint8_t *checkpoint;    /* the same in checkpoint order */
+    kernels_matrix_t w;  /* packed or not */
+    uint8_t *checkpoint; /* the same in checkpoint order */
     float *x;
     size_t x_stride;
     uint32_t x_rows;
@@ -207,6 +208,68 @@ static void test_rows_identical(void **state)
     for_each_variant(check_rows_identical);
 }
 
+/* Memory between two pages that may not be touched: at its start or, for `end`, at its very end. */
+typedef struct guarded {
+    uint8_t *map;
+    size_t length;
+    void *data;
+} guarded_t;
+
+static guarded_t guarded_make(size_t bytes, bool end)
+{
+    const size_t page = 4096;
+    size_t inner = (bytes + page - 1) / page * page;
+    guarded_t g = {.length = inner + 2 * page};
+    g.map = mmap(NULL, g.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    assert_true(g.map != MAP_FAILED);
+    assert_int_equal(mprotect(g.map + page, inner, PROT_READ | PROT_WRITE), 0);
+    g.data = g.map + page + (end ? inner - bytes : 0);
+    return g;
+}
+
+/* Direct, tiled and edge paths never touch a byte outside weights, inputs and outputs. */
+static void check_guards(void)
+{
+    static const uint32_t row_counts[] = {1, 2, 3, 4, 5, 14, 15};
+    static const uint32_t columns[] = {32, 96, 288, 512};
+    for (size_t d = 0; d < COUNT(dtypes); d++)
+        for (size_t c = 0; c < COUNT(columns); c++)
+            for (size_t i = 0; i < COUNT(row_counts); i++) {
+                bool end = (i + c + d) % 2 == 0;
+                uint32_t rows = row_counts[i];
+                problem_t p = problem_make(
+                    dtypes[d], (shape_t){16 * (1 + (uint32_t)i % 4) + (uint32_t)c, columns[c]},
+                    rows, true, i);
+                size_t k = p.w.columns;
+                size_t w_bytes = kernels_matrix_bytes(p.w.dtype, p.w.rows, p.w.columns);
+                guarded_t w = guarded_make(w_bytes, end);
+                guarded_t x = guarded_make(rows * k * 4, end);
+                guarded_t y = guarded_make(rows * p.w.rows * 4, end);
+                memcpy(w.data, p.w.data, xp_dtype_row_bytes(dtypes[d], k) * p.w.rows);
+                for (uint32_t r = 0; r < rows; r++)
+                    memcpy((float *)x.data + r * k, p.x + r * p.x_stride, k * 4);
+                kernels_matrix_t guarded = p.w;
+                guarded.data = w.data;
+                float *expected = aligned(rows * p.w.rows * 4);
+                kernels_matmul_range(&guarded, x.data, k, rows, y.data, p.w.rows, 0, p.w.rows,
+                                     p.scratch);
+                kernels_matmul_range(&p.w, p.x, p.x_stride, rows, expected, p.w.rows, 0, p.w.rows,
+                                     p.scratch);
+                assert_memory_equal(y.data, expected, rows * p.w.rows * 4);
+                free(expected);
+                munmap(w.map, w.length);
+                munmap(x.map, x.length);
+                munmap(y.map, y.length);
+                problem_free(&p);
+            }
+}
+
+static void test_guards(void **state)
+{
+    (void)state;
+    for_each_variant(check_guards);
+}
+
 static void test_dequantize_row(void **state)
 {
     (void)state;
@@ -284,9 +347,13 @@ static void test_selection(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_accuracy),       cmocka_unit_test(test_rows_identical),
-        cmocka_unit_test(test_dequantize_row), cmocka_unit_test(test_weights_used),
-        cmocka_unit_test(test_selection),      cmocka_unit_test(test_odd_shapes_stay_unpacked),
+        cmocka_unit_test(test_accuracy),
+        cmocka_unit_test(test_rows_identical),
+        cmocka_unit_test(test_guards),
+        cmocka_unit_test(test_dequantize_row),
+        cmocka_unit_test(test_weights_used),
+        cmocka_unit_test(test_selection),
+        cmocka_unit_test(test_odd_shapes_stay_unpacked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -90,6 +90,24 @@ static void nonsense_is_a_peer_error_and_leaks_no_descriptor(void **state)
     close(fds[1]);
 }
 
+/* The peer said Bye and closed without reading what was sent to it: the kernel then reports a
+ * reset. */
+static void last_words_are_read_although_the_peer_left_packets_unread(void **state)
+{
+    int fds[2];
+    pair(fds);
+    xpw_Envelope envelope = failure_message(), got;
+    assert_int_equal(wire_send(fds[0], &envelope, NULL, 0), XP_OK);
+    xpw_Envelope bye = {.which_body = xpw_Envelope_bye_tag};
+    assert_int_equal(wire_send(fds[1], &bye, NULL, 0), XP_OK);
+    close(fds[1]);
+    wire_descriptors_t received = {.count = 0};
+    assert_int_equal(wire_receive(fds[0], &got, &received), XP_OK);
+    assert_int_equal(got.which_body, xpw_Envelope_bye_tag);
+    assert_int_equal(wire_receive(fds[0], &got, &received), XP_CLOSED);
+    close(fds[0]);
+}
+
 static void every_truncation_of_a_message_is_refused_or_shorter(void **state)
 {
     int fds[2];
@@ -220,6 +238,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(packet_arrives_whole_with_its_descriptors),
         cmocka_unit_test(nonsense_is_a_peer_error_and_leaks_no_descriptor),
+        cmocka_unit_test(last_words_are_read_although_the_peer_left_packets_unread),
         cmocka_unit_test(every_truncation_of_a_message_is_refused_or_shorter),
         cmocka_unit_test(the_socket_path_has_one_owner_and_is_taken_over_when_stale),
         cmocka_unit_test(a_path_that_is_no_socket_is_left_alone),

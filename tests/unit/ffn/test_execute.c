@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Execution of every kind of layer against doubles, whole and as tensor parallel shards, and the
+ * promise that a row's output depends on nothing but the row.
+ */
+#include "support.h"
+
+#define ROWS 21
+
+/* Sizes that are no multiple of the vector width, but of 32 where weights are quantised. */
+static synth_options_t synth_of(model_architecture_t architecture)
+{
+    synth_options_t options;
+    model_synth_defaults(architecture, &options);
+    options.layers = 2;
+    options.hidden = 96;
+    options.intermediate = 160;
+    options.moe_intermediate = 64;
+    options.experts = 12;
+    options.top_k = 3;
+    options.dtype = XP_DTYPE_F32;
+    return options;
+}
+
+/* Compares rows of layer `layer` with the reference; returns how many rows were compared. */
+static uint32_t compare(const fixture_t *f, uint32_t layer, uint32_t rows, const float *in,
+                        const float *out, double tolerance)
+{
+    uint32_t hidden = f->spec.hidden, compared = 0;
+    double *exact = malloc(sizeof(double) * rows * hidden), size = 0;
+    bool *sure = malloc(rows);
+    reference_layer(f, layer, rows, in, exact, sure);
+    for (size_t i = 0; i < (size_t)rows * hidden; i++)
+        size = fmax(size, fabs(exact[i]));
+    assert_true(size > 0);
+    for (uint32_t r = 0; r < rows; r++) {
+        if (!sure[r])
+            continue;
+        compared++;
+        for (uint32_t n = 0; n < hidden; n++) {
+            double error = fabs((double)out[r * hidden + n] - exact[r * hidden + n]);
+            if (!(error <= tolerance * size))
+                fail_msg("%s layer %u row %u column %u: %g, exact %g (size %g)",
+                         f->spec.architecture_name, layer, r, n, (double)out[r * hidden + n],
+                         exact[r * hidden + n], size);
+        }
+    }
+    free(exact);
+    free(sure);
+    return compared;
+}
+
+/* Every layer, whole and as 2 and 4 shards where the sizes allow it. */
+static void check_model(const fixture_t *f, uint32_t most_shards)
+{
+    uint32_t hidden = f->spec.hidden;
+    float *in = random_rows(ROWS, hidden, 11);
+    float *out = malloc(sizeof(float) * ROWS * hidden),
+          *sum = malloc(sizeof(float) * ROWS * hidden);
+    for (uint32_t shards = 1; shards <= most_shards; shards *= 2) {
+        ffn_runtime_t *runtime = runtime_make(2, 1, 64);
+        for (uint32_t rank = 0; rank < shards; rank++) {
+            ffn_install_t install = install_of(f);
+            install.model = rank;
+            install.tp_rank = rank;
+            install.tp_size = shards;
+            install_ok(runtime, &install);
+        }
+        for (uint32_t layer = 0; layer < f->spec.layers; layer++) {
+            memset(sum, 0, sizeof(float) * ROWS * hidden);
+            for (uint32_t rank = 0; rank < shards; rank++) {
+                assert_int_equal(ffn_runtime_execute(runtime, 0, rank, layer, ROWS, in, out),
+                                 XP_OK);
+                for (size_t i = 0; i < ROWS * hidden; i++)
+                    sum[i] += out[i];
+            }
+            assert_true(compare(f, layer, ROWS, in, sum, 4e-6) > ROWS / 2);
+        }
+        ffn_runtime_destroy(runtime);
+    }
+    free(in);
+    free(out);
+    free(sum);
+}
+
+static void test_families(void **state)
+{
+    (void)state;
+    static const model_architecture_t families[] = {
+        MODEL_ARCH_LLAMA,     MODEL_ARCH_QWEN2,       MODEL_ARCH_QWEN3,
+        MODEL_ARCH_QWEN3_MOE, MODEL_ARCH_DEEPSEEK_V2, MODEL_ARCH_GLM4_MOE_LITE};
+    for (size_t i = 0; i < sizeof(families) / sizeof(families[0]); i++)
+        for (int normalize = 0; normalize < 2; normalize++) {
+            synth_options_t options = synth_of(families[i]);
+            options.normalize_top_k = normalize;
+            options.dtype = normalize ? XP_DTYPE_BF16 : XP_DTYPE_F32;
+            fixture_t *f = fixture_synth(&options);
+            check_model(f, 4);
+            fixture_close(f);
+        }
+}
+
+static void test_quantized(void **state)
+{
+    (void)state;
+    static const xp_dtype_t quants[] = {XP_DTYPE_Q8_0, XP_DTYPE_Q4_0, XP_DTYPE_Q4_1, XP_DTYPE_Q4_K,
+                                        XP_DTYPE_Q6_K};
+    for (size_t i = 0; i < sizeof(quants) / sizeof(quants[0]); i++)
+        for (int moe = 0; moe < 2; moe++) {
+            bool wide = xp_dtype_block_elements(quants[i]) == 256;
+            synth_options_t options = synth_of(moe ? MODEL_ARCH_QWEN3_MOE : MODEL_ARCH_LLAMA);
+            options.gguf = true;
+            options.quant = quants[i];
+            options.head_dim = wide ? 64 : options.head_dim;
+            options.hidden = wide ? 256 : 96;
+            options.intermediate = wide ? 512 : 192;
+            options.moe_intermediate = wide ? 512 : 64;
+            fixture_t *f = fixture_synth(&options);
+            check_model(f, 2);
+            fixture_close(f);
+        }
+}
+
+/* The three trained models of the repository: real routers, real weights. */
+static void test_tales(void **state)
+{
+    (void)state;
+    static const char *const names[] = {"qwen3-moe", "deepseek-v2", "glm4-moe-lite"};
+    for (size_t i = 0; i < 3; i++) {
+        fixture_t *f = calloc(1, sizeof(*f));
+        char path[400];
+        snprintf(path, sizeof(path), "%s/models/tales/%s", XPOOL_SOURCE_DIR, names[i]);
+        fixture_open(f, path);
+        check_model(f, 4);
+        fixture_close(f);
+    }
+}
+
+/* A row alone, in any batch, on any team, in any lane gives the same bits. 700 rows go in pieces.
+ */
+static void test_rows_identical(void **state)
+{
+    (void)state;
+    static const model_architecture_t families[] = {MODEL_ARCH_QWEN3, MODEL_ARCH_QWEN3_MOE,
+                                                    MODEL_ARCH_GLM4_MOE_LITE};
+    static const uint32_t counts[] = {1, 2, 3, 5, 8, 16, 17, 33, 250, 600, 700};
+    const uint32_t most = 700;
+    for (size_t i = 0; i < 3; i++) {
+        synth_options_t options = synth_of(families[i]);
+        options.dtype = XP_DTYPE_BF16;
+        fixture_t *f = fixture_synth(&options);
+        uint32_t hidden = f->spec.hidden, layer = f->spec.layers - 1;
+        float *in = random_rows(most, hidden, 5);
+        float *alone = malloc(sizeof(float) * most * hidden);
+        float *out = malloc(sizeof(float) * most * hidden);
+        for (uint32_t threads = 1; threads <= 3; threads++) {
+            ffn_runtime_t *runtime = runtime_make(threads, 2, most);
+            ffn_install_t install = install_of(f);
+            install_ok(runtime, &install);
+            for (uint32_t r = 0; threads == 1 && r < most; r++)
+                assert_int_equal(ffn_runtime_execute(runtime, 0, 0, layer, 1, in + r * hidden,
+                                                     alone + r * hidden),
+                                 XP_OK);
+            for (size_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
+                memset(out, 0xee, sizeof(float) * most * hidden);
+                assert_int_equal(
+                    ffn_runtime_execute(runtime, threads % 2, 0, layer, counts[c], in, out), XP_OK);
+                assert_memory_equal(out, alone, sizeof(float) * counts[c] * hidden);
+            }
+            ffn_runtime_destroy(runtime);
+        }
+        free(in);
+        free(alone);
+        free(out);
+        fixture_close(f);
+    }
+}
+
+static void test_zero_rows_and_zero_output(void **state)
+{
+    (void)state;
+    synth_options_t options = synth_of(MODEL_ARCH_QWEN3_MOE);
+    fixture_t *f = fixture_synth(&options);
+    ffn_runtime_config_t config = {.threads = 1, .lanes = 1, .max_rows = 4, .zero_output = true};
+    ffn_runtime_t *runtime = NULL;
+    assert_int_equal(ffn_runtime_create(&config, &runtime), XP_OK);
+    ffn_install_t install = install_of(f);
+    install_ok(runtime, &install);
+    float *in = random_rows(4, f->spec.hidden, 3), *out = random_rows(4, f->spec.hidden, 4);
+    assert_int_equal(ffn_runtime_execute(runtime, 0, 0, 0, 0, in, out), XP_OK);
+    assert_true(out[0] != 0);
+    assert_int_equal(ffn_runtime_execute(runtime, 0, 0, 0, 3, in, out), XP_OK);
+    for (uint32_t i = 0; i < 3 * f->spec.hidden; i++)
+        assert_true(out[i] == 0);
+    assert_true(out[3 * f->spec.hidden] != 0);
+    ffn_stats_t stats;
+    ffn_runtime_stats(runtime, &stats);
+    assert_int_equal(stats.executions, 2);
+    assert_int_equal(stats.rows, 3);
+    ffn_runtime_destroy(runtime);
+    free(in);
+    free(out);
+    fixture_close(f);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_families),
+        cmocka_unit_test(test_quantized),
+        cmocka_unit_test(test_tales),
+        cmocka_unit_test(test_rows_identical),
+        cmocka_unit_test(test_zero_rows_and_zero_output),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
