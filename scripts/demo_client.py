@@ -25,8 +25,12 @@ LOG = ROOT / ".xpool-cache" / "demo.log"
 READY_LIMIT_S = 300
 STOP_LIMIT_S = 30
 PROMPTS = {
-    "smollm2": "In two sentences: why is the sky blue?",
+    "smollm2": "Why is the sky blue?",
     "tales-qwen3-moe": "Tell me a story about a robot named Leo and a red balloon.",
+}
+SAMPLING = {
+    "smollm2": {"temperature": 0.3, "seed": 1},
+    "tales-qwen3-moe": {"temperature": 0.6, "seed": 3},
 }
 TTY = sys.stdout.isatty()
 
@@ -200,10 +204,9 @@ def ask(address, model, prompt):
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
-        "temperature": 0.6,
         "top_p": 0.9,
-        "seed": 1,
-        "max_tokens": 160,
+        "max_tokens": 220,
+        **SAMPLING[model],
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -235,7 +238,7 @@ def ask(address, model, prompt):
     if not finished or not usage or not first:
         sys.exit(f"{model}: the answer is not complete")
     tokens = usage["completion_tokens"]
-    rate = (tokens - 1) / (last - first) if tokens > 1 and last > first else 0.0
+    rate = tokens / (last - began)
     return tokens, first - began, rate
 
 
@@ -246,11 +249,12 @@ def pss(pid):
     return 0
 
 
-def table(rows):
+def table(rows, left=(0,)):
+    """Columns are aligned to the right but those in `left`."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        cells = [cell.ljust(w) if c == 0 else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths))]
-        print("  " + "  ".join(cells))
+        cells = [cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths))]
+        print("  " + "  ".join(cells).rstrip())
         if number == 0:
             print("  " + "  ".join("-" * w for w in widths))
 
@@ -286,7 +290,7 @@ def report(state, session, results):
         ["memory of the whole", "", ""],
         [f"CrossPool, {len(processes)} processes", mib(measured), "measured (sum of PSS, everything included)"],
         ["two separate servers", mib(separate), "*computed*: weights and FP16 KV for the same context, no program"],
-    ])
+    ], left=(0, 2))
 
 
 def main():

@@ -67,8 +67,20 @@ function(xpool_reference_test name file timeout)
                       ${XPOOL_TEST_PYTHON} --venv tests/reference/${file} ${ARGN})
   endif()
 endfunction()
-xpool_reference_test(tokenizers text_tokenizers.py 900 $<TARGET_FILE:xpool>)
-xpool_reference_test(templates text_templates.py 300 $<TARGET_FILE:xpool>)
+xpool_reference_test(tokenizers text_tokenizers.py 900 $<TARGET_FILE:xpool>
+                     --gguf .xpool-cache/models/SmolLM2-135M-Instruct.Q4_1.gguf)
+xpool_reference_test(templates text_templates.py 300 $<TARGET_FILE:xpool>
+                     --gguf .xpool-cache/models/SmolLM2-135M-Instruct.Q4_1.gguf)
+xpool_reference_test(model model_check.py 600)
+# Checkpoints and values written by gguf and safetensors themselves, read by the C test of src/model.
+if(TARGET unit_model_test_fixtures)
+  file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/fixtures)
+  xpool_reference_test(make-gguf make_gguf.py 300 ${CMAKE_BINARY_DIR}/fixtures)
+  xpool_script_test(reference/checkpoints reference 300 $<TARGET_FILE:unit_model_test_fixtures>)
+  set_tests_properties(reference/make-gguf PROPERTIES FIXTURES_SETUP gguf)
+  set_tests_properties(reference/checkpoints PROPERTIES FIXTURES_REQUIRED gguf
+                       ENVIRONMENT "XPOOL_TEST_FIXTURES=${CMAKE_BINARY_DIR}/fixtures")
+endif()
 if(TARGET engine_forward)
   xpool_reference_test(engine engine_hf.py 1200)
 endif()
@@ -116,4 +128,12 @@ if(fuzz_sources)
     xpool_script_test(fuzz/${name} fuzz 120 scripts/fuzz --no-build --seconds 15 ${name})
     set_tests_properties(fuzz/${name} PROPERTIES FIXTURES_REQUIRED fuzz)
   endforeach()
+endif()
+
+# --- CUDA: the protocol headers are one source for C and CUDA; compiled and linked where nvcc is -------
+find_program(XPOOL_NVCC nvcc HINTS /usr/local/cuda/bin)
+if(XPOOL_NVCC)
+  xpool_script_test(cuda/protocol-compiles cuda 300 ${XPOOL_NVCC} -arch=sm_90a -std=c++17
+                    -I${CMAKE_SOURCE_DIR}/src ${CMAKE_SOURCE_DIR}/tests/cuda/protocol_compiles.cu
+                    -o ${CMAKE_BINARY_DIR}/protocol_compiles)
 endif()

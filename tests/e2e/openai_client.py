@@ -15,7 +15,8 @@ def official_client():
         for m in system.models:
             program = harness.ROOT / "tests" / "reference" / "http_openai.py"
             result = subprocess.run(
-                [sys.executable, str(program), system.gateway + "/v1", "--model", m], timeout=240 * harness.SLOW
+                [sys.executable, str(program), system.gateway, "--model", m],
+                stderr=subprocess.STDOUT, timeout=240 * harness.SLOW
             )
             harness.check(result.returncode == 0, f"{program.name} --model {m} exited with {result.returncode}")
         system.stop()

@@ -32,7 +32,8 @@ def run(system, request, identifier):
 
 
 def flush(system, identifier):
-    system.post("/flush_cache", {"model": identifier})
+    status, _, data = harness.http_request(system.gateway + "/flush_cache", "POST", {"model": identifier})
+    harness.check(status == 200, f"/flush_cache: {status} {data[:200]!r}")
 
 
 def compare(got, want, what):
@@ -48,6 +49,9 @@ def alone_and_together():
         for request in made:
             flush(system, "tales")
             alone.append(run(system, request, "tales"))
+        flush(system, "tales")
+        hits = system.generate_full("tales", made[-1][0], 1)["meta_info"].get("cached_tokens", 0)
+        harness.check(hits == 0, f"{hits} tokens come from the prefix cache after a flush")
         for number, (request, got) in enumerate(zip(made, alone)):
             harness.check(request[2] in (None, got), f"request {number} is not golden")
         cached = [run(system, request, "tales") for request in made]

@@ -85,7 +85,7 @@ def rows_per_invocation():
         system.start(120)
         start = views.settled_counters(system)
         calls = [
-            lambda i=i: system.generate("tales", prompts[i % len(prompts)]["ids"], 100, 120) for i in range(16)
+            lambda i=i: system.generate("tales", prompts[i % len(prompts)]["ids"], 900, 240) for i in range(16)
         ]
         harness.together(calls)
         end = views.settled_counters(system)
