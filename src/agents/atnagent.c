@@ -149,7 +149,7 @@ int atnagent_run(const config_t *config, const char *device)
     self->base = event_base_new();
     if (!self->base || participant_create(self->base, config, xpw_Role_ROLE_ATNAGENT, device, 0, "",
                                           &handlers, &self->participant) != XP_OK) {
-        xp_log_error("cannot start");
+        exit_code = participant_start_error();
         goto done;
     }
     event_base_dispatch(self->base);

@@ -281,7 +281,7 @@ int ffnagent_run(const config_t *config, const char *device)
         participant_create(self->base, config, xpw_Role_ROLE_FFNAGENT, device, 0,
                            kernels_variant_name(kernels_selected()), &handlers,
                            &self->participant) != XP_OK) {
-        xp_log_error("cannot start");
+        exit_code = participant_start_error();
         goto done;
     }
     event_base_dispatch(self->base);

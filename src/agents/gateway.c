@@ -9,17 +9,23 @@
 #include "agents/agents.h"
 #include "base/clock.h"
 #include "base/log.h"
+#include "config/address.h"
 #include "control/participant.h"
 #include "http/gateway.h"
 
-#define STATS_PERIOD_MS 500
+#define STATS_PERIOD_MS   500
+#define DRAIN_PERIOD_MS   20
+#define DRAIN_DEFAULT_S   3 /* where a Stop names no limit */
+#define DRAIN_SHARE_OF_10 8 /* of the limit; the rest is for ending, before the daemon kills */
 
 typedef struct gateway {
     struct event_base *base;
     participant_t *participant;
     http_gateway_t *http;
-    struct event *on_stats;
-    char host[64];
+    struct event *on_stats, *on_drain;
+    char host[CONFIG_MAX_HOST];
+    uint64_t stop_limit_ns; /* deadlines.stop */
+    uint64_t drain_deadline_ns;
 } gateway_t;
 
 static void on_message(void *context, const xpw_Envelope *envelope, wire_descriptors_t *fds)
@@ -38,12 +44,31 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         xp_log_error("cannot route a model");
 }
 
+static void on_drain(evutil_socket_t fd, short events, void *context)
+{
+    gateway_t *self = context;
+    uint32_t open = http_gateway_open_requests(self->http);
+    if (open && xp_monotonic_ns() < self->drain_deadline_ns)
+        return;
+    if (open)
+        xp_log_warn("%u answer(s) were not wholly sent when the time to stop was over", open);
+    participant_bye(self->participant, "told to end");
+}
+
 static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
 {
     gateway_t *self = context;
     http_gateway_quiesce(self->http);
-    if (phase == xpw_StopPhase_STOP_FINALIZE)
-        participant_bye(self->participant, "told to end");
+    if (phase != xpw_StopPhase_STOP_FINALIZE || self->drain_deadline_ns)
+        return;
+    /* The Instances are done; the last of their answers may still be on its way to a client. */
+    uint64_t limit_ns = (seconds ? seconds : DRAIN_DEFAULT_S) * XP_NS_PER_S;
+    if (limit_ns > self->stop_limit_ns)
+        limit_ns = self->stop_limit_ns; /* the message counts whole seconds */
+    self->drain_deadline_ns = xp_monotonic_ns() + limit_ns / 10 * DRAIN_SHARE_OF_10;
+    struct timeval period = {.tv_usec = DRAIN_PERIOD_MS * 1000};
+    event_add(self->on_drain, &period);
+    on_drain(-1, 0, self);
 }
 
 static void on_stats(evutil_socket_t fd, short events, void *context)
@@ -68,35 +93,40 @@ int gateway_run(const config_t *config)
     if (!self)
         return 1;
     participant_handlers_t handlers = {.message = on_message, .stop = on_stop, .context = self};
-    snprintf(self->host, sizeof(self->host), "%s", config->gateway.http);
-    char *colon = strrchr(self->host, ':');
-    int port = colon ? atoi(colon + 1) : 0;
-    if (colon)
-        *colon = '\0';
+    self->stop_limit_ns = (uint64_t)(config->deadlines.stop * (double)XP_NS_PER_S);
     http_gateway_config_t http = {
         .host = self->host,
-        .port = (uint16_t)port,
         .response_timeout_ms = (uint32_t)(config->deadlines.request * 1000.0),
     };
+    if (config_address_split(config->gateway.http, self->host, &http.port) != XP_OK) {
+        xp_log_error("cannot start");
+        goto done;
+    }
     self->base = event_base_new();
-    if (self->base)
+    if (self->base) {
         self->on_stats = event_new(self->base, -1, EV_PERSIST, on_stats, self);
+        self->on_drain = event_new(self->base, -1, EV_PERSIST, on_drain, self);
+    }
     struct timeval period = {.tv_usec = STATS_PERIOD_MS * 1000};
-    if (!self->base || !self->on_stats || event_add(self->on_stats, &period) != 0 ||
+    if (!self->base || !self->on_stats || !self->on_drain ||
+        event_add(self->on_stats, &period) != 0 ||
         http_gateway_create(&http, self->base, &self->http) != XP_OK) {
         xp_log_error("cannot start");
         goto done;
     }
     if (participant_create(self->base, config, xpw_Role_ROLE_GATEWAY, config->gateway.http, 0, "",
                            &handlers, &self->participant) != XP_OK) {
-        xp_log_error("cannot start");
+        exit_code = participant_start_error();
         goto done;
     }
     xpw_Envelope envelope = {.which_body = xpw_Envelope_listening_tag};
-    snprintf(envelope.body.listening.host, sizeof(envelope.body.listening.host), "%s", self->host);
+    /* For people, who open http://HOST:PORT. */
+    char *shown = envelope.body.listening.host;
+    snprintf(shown, sizeof(envelope.body.listening.host), strchr(self->host, ':') ? "[%s]" : "%s",
+             self->host);
     envelope.body.listening.port = http_gateway_port(self->http);
     participant_send(self->participant, &envelope, NULL, 0);
-    xp_log_info("the door is open at http://%s:%u", self->host, http_gateway_port(self->http));
+    xp_log_info("the door is open at http://%s:%u", shown, http_gateway_port(self->http));
     event_base_dispatch(self->base);
     exit_code = participant_exit_code(self->participant);
 done:
@@ -104,6 +134,8 @@ done:
     http_gateway_destroy(self->http);
     if (self->on_stats)
         event_free(self->on_stats);
+    if (self->on_drain)
+        event_free(self->on_drain);
     if (self->base)
         event_base_free(self->base);
     free(self);

@@ -267,7 +267,12 @@ static void on_admitted(instance_t *self, const xpw_Admitted *admitted)
         participant_fail(self->participant, "a second Admitted");
         return;
     }
+    if (admitted->atn_index >= self->config->atn_count) {
+        participant_fail(self->participant, "Admitted names no device of atn.devices");
+        return;
+    }
     self->admitted = *admitted;
+    self->device = &self->config->atn[admitted->atn_index];
     transport_geometry_t geometry = {.hidden = admitted->hidden,
                                      .max_rows = admitted->max_rows,
                                      .dtype = XP_DTYPE_F32,
@@ -358,8 +363,6 @@ int instance_run(const config_t *config, const char *model_id)
         exit_code = 2;
         goto done;
     }
-    /* The planner's rule: attention devices in turn. */
-    self->device = &config->atn[(uint32_t)(self->model - config->models) % config->atn_count];
     if (kernels_select() != XP_OK) {
         xp_log_error("cannot start");
         exit_code = 2;
@@ -376,7 +379,7 @@ int instance_run(const config_t *config, const char *model_id)
         participant_create(self->base, config, xpw_Role_ROLE_INSTANCE, model_id, 0,
                            kernels_variant_name(kernels_selected()), &handlers,
                            &self->participant) != XP_OK) {
-        xp_log_error("cannot start");
+        exit_code = participant_start_error();
         goto done;
     }
     event_base_dispatch(self->base);

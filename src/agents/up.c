@@ -23,6 +23,7 @@
 #define UP_MAX_ARGUMENTS 160
 #define UP_TICK_MS       100
 #define UP_CHECK_NS      (200 * XP_NS_PER_MS)
+#define UP_SLACK_S       5 /* past the daemon's own deadlines of an ordered end */
 #define UP_GRACE_NS      (700 * XP_NS_PER_MS) /* after a failure, before what is left is killed */
 
 typedef struct up_child {
@@ -63,9 +64,14 @@ static xp_status_t spawn(up_t *up, const char *program, char *const *config_argu
     if (pid < 0)
         return xp_fail_errno(XP_IO, "cannot start %s", name);
     if (pid == 0) {
-        sigset_t none;
-        sigemptyset(&none);
-        sigprocmask(SIG_SETMASK, &none, NULL);
+        /* SIGTERM stays blocked until the role can act on it, so that none kills it half started;
+         * Ctrl-C and a closing terminal are for `up` alone. */
+        sigset_t term;
+        sigemptyset(&term);
+        sigaddset(&term, SIGTERM);
+        sigprocmask(SIG_SETMASK, &term, NULL);
+        signal(SIGINT, SIG_IGN);
+        signal(SIGHUP, SIG_IGN);
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != parent)
             _exit(1);
@@ -148,8 +154,9 @@ static void signal_all(const up_t *up, int signal_number)
 
 static void begin_force(up_t *up, uint64_t after_ns)
 {
-    if (!up->kill_at_ns)
-        up->kill_at_ns = xp_monotonic_ns() + after_ns;
+    uint64_t at_ns = xp_monotonic_ns() + after_ns;
+    if (!up->kill_at_ns || at_ns < up->kill_at_ns)
+        up->kill_at_ns = at_ns;
 }
 
 static void describe_end(int wait_status, char *out, size_t size)
@@ -182,6 +189,8 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
     if (daemon) {
         /* The daemon knows how the whole ended; its exit code is ours. */
         up->stopping = true;
+        if (clean)
+            signal_all(up, SIGTERM); /* whoever had not reached it yet */
         if (!clean) {
             up->exit_code = 1;
             up->failed = true;
@@ -244,18 +253,18 @@ static void check_ready(up_t *up, uint64_t started_ns)
         XP_OK)
         return;
     const xpw_Verdict *verdict = &answer.body.verdict;
-    if (verdict->system_ready) {
+    if (verdict->system_ready && verdict->gateway_port) {
         up->ready = true;
-        fprintf(stdout, "ready in %.1f s: OpenAI API at http://%s/v1, state at http://%s/\n",
-                (double)(xp_monotonic_ns() - started_ns) / 1e9, up->config->gateway.http,
-                up->config->daemon.http);
+        fprintf(stdout, "ready in %.1f s: OpenAI API at http://%s:%u/v1, state at http://%s/\n",
+                (double)(xp_monotonic_ns() - started_ns) / 1e9, verdict->gateway_host,
+                verdict->gateway_port, up->config->daemon.http);
         for (uint32_t m = 0; m < up->config->model_count; m++)
             fprintf(stdout, "  model %s\n", up->config->models[m].id);
         fprintf(stdout, "Ctrl-C or `xpool down` stops everything.\n");
         fflush(stdout);
         return;
     }
-    const char *reason = verdict->reasons_count ? verdict->reasons[0] : "";
+    const char *reason = verdict->reasons_count ? verdict->reasons[0] : "the gateway to listen";
     if (strcmp(reason, up->last_reason) != 0) {
         snprintf(up->last_reason, sizeof(up->last_reason), "%s", reason);
         xp_log_info("waiting: %s", reason);
@@ -271,10 +280,14 @@ static void on_stop_signal(up_t *up, int signal_number)
         return;
     }
     up->interrupted = up->stopping = true;
-    if (daemon_pid(up))
+    const config_t *config = up->config;
+    double patience = config->deadlines.drain + 2 * config->deadlines.stop + UP_SLACK_S;
+    if (daemon_pid(up)) {
         kill(daemon_pid(up), SIGTERM);
-    else
+        begin_force(up, (uint64_t)(patience * (double)XP_NS_PER_S));
+    } else {
         begin_force(up, UP_GRACE_NS);
+    }
 }
 
 int up_run(const config_t *config, const char *program, char *const *config_arguments)

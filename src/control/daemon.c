@@ -311,6 +311,22 @@ void daemon_fail(daemon_t *daemon, const char *who, const char *what)
     end_loop_when_alone(daemon);
 }
 
+bool daemon_fail_from_fabric(daemon_t *daemon)
+{
+    uint32_t pe;
+    if (!daemon->fabric || fabric_failure(daemon->fabric, &pe) == XP_OK)
+        return false;
+    const config_t *config = daemon->config;
+    char who[64] = "fabric", what[512];
+    if (pe < config->atn_count)
+        snprintf(who, sizeof(who), "atnagent %s", config->atn[pe].name);
+    else if (pe - config->atn_count < config->ffn_count)
+        snprintf(who, sizeof(who), "ffnagent %s", config->ffn[pe - config->atn_count].name);
+    snprintf(what, sizeof(what), "%.500s", xp_error_last()->text);
+    daemon_fail(daemon, who, what);
+    return true;
+}
+
 /* ---- ordered end ------------------------------------------------------------------------------
  */
 
@@ -371,12 +387,16 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         daemon_verdict(daemon, &verdict);
         char what[512];
         bool registering = daemon->state == DAEMON_REGISTERING;
-        snprintf(what, sizeof(what), "%s within %g s (deadlines.%s): %s",
-                 registering ? "not every agent registered" : "the Fabric was not executable",
-                 registering ? daemon->config->deadlines.registration
-                             : daemon->config->deadlines.startup,
-                 registering ? "registration" : "startup",
-                 verdict.reason_count ? verdict.reasons[0] : "no reason known");
+        int used =
+            snprintf(what, sizeof(what), "%s within %g s (deadlines.%s)",
+                     registering ? "not every agent registered" : "the Fabric was not executable",
+                     registering ? daemon->config->deadlines.registration
+                                 : daemon->config->deadlines.startup,
+                     registering ? "registration" : "startup");
+        for (uint32_t r = 0; r < verdict.reason_count && used < (int)sizeof(what) - 1; r++)
+            if (!registering || strstr(verdict.reasons[r], "is not registered"))
+                used +=
+                    snprintf(what + used, sizeof(what) - (size_t)used, "; %s", verdict.reasons[r]);
         daemon_fail(daemon, "daemon", what);
         return;
     }
@@ -393,8 +413,7 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         snprintf(daemon->forced_names + used, sizeof(daemon->forced_names) - used, "%s%s",
                  used ? ", " : "", who);
         daemon->forced = true;
-        participant->was_killed = true;
-        kill(participant->pid, SIGKILL);
+        daemon_participant_kill(participant);
     }
     if (daemon->state < DAEMON_FINALIZING)
         set_state(daemon, DAEMON_FINALIZING);
@@ -429,20 +448,9 @@ static void on_signal(evutil_socket_t signal_number, short events, void *context
 static void on_tick(evutil_socket_t fd, short events, void *context)
 {
     daemon_t *daemon = context;
-    if (!daemon->failed && daemon->fabric) {
-        uint32_t pe;
-        if (fabric_failure(daemon->fabric, &pe) != XP_OK) {
-            char who[64] = "fabric";
-            if (pe < daemon->config->atn_count)
-                snprintf(who, sizeof(who), "atnagent %s", daemon->config->atn[pe].name);
-            else if (pe - daemon->config->atn_count < daemon->config->ffn_count)
-                snprintf(who, sizeof(who), "ffnagent %s",
-                         daemon->config->ffn[pe - daemon->config->atn_count].name);
-            char what[512];
-            snprintf(what, sizeof(what), "%.500s", xp_error_last()->text);
-            daemon_fail(daemon, who, what);
-        }
-    }
+    if (!daemon->failed)
+        daemon_fail_from_fabric(daemon);
+    daemon_drop_silent(daemon);
     daemon_status_probe(daemon);
     daemon_advance(daemon);
     continue_stop(daemon);
@@ -494,11 +502,15 @@ static xp_status_t daemon_start(daemon_t *daemon)
     daemon->on_deadline = evtimer_new(daemon->base, on_deadline, daemon);
     daemon->on_tick = event_new(daemon->base, -1, EV_PERSIST, on_tick, daemon);
     struct timeval tick = {.tv_usec = TICK_MS * 1000};
+    sigset_t term; /* `up` starts its children with SIGTERM blocked */
+    sigemptyset(&term);
+    sigaddset(&term, SIGTERM);
     if (!daemon->on_accept || !daemon->on_term || !daemon->on_int || !daemon->on_deadline ||
         !daemon->on_tick || event_add(daemon->on_accept, NULL) ||
         event_add(daemon->on_term, NULL) || event_add(daemon->on_int, NULL) ||
         event_add(daemon->on_tick, &tick))
         return xp_fail(XP_NO_MEMORY, "no memory for the daemon's events");
+    sigprocmask(SIG_UNBLOCK, &term, NULL);
     XP_TRY(daemon_status_start(daemon));
     set_deadline(daemon, config->deadlines.registration);
     return XP_OK;
@@ -540,6 +552,8 @@ int daemon_run(const config_t *config)
         daemon->instances[i].arena_fd = -1;
     }
     signal(SIGPIPE, SIG_IGN);
+    for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++)
+        daemon->participants[i].pidfd = -1;
     daemon->base = event_base_new();
     if (!daemon->base) {
         xp_log_err("cannot make an event loop");

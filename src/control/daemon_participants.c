@@ -17,6 +17,11 @@
 #include "control/daemon_private.h"
 #include "transport/transport.h"
 
+#define LAST_WORDS         64                 /* packets read of a process that has died */
+#define HELLO_TIMEOUT_NS   (5 * XP_NS_PER_S)  /* a connection that says nothing */
+#define REFUSED_TIMEOUT_NS (1 * XP_NS_PER_S)  /* one that was refused and does not leave */
+#define CLIENT_TIMEOUT_NS  (60 * XP_NS_PER_S) /* a command that asks nothing more */
+
 void daemon_participant_describe(const daemon_participant_t *participant, char *out, size_t size)
 {
     snprintf(out, size, "%s %s (pid %d)", wire_role_name(participant->role), participant->name,
@@ -41,6 +46,15 @@ void daemon_participant_free(daemon_participant_t *participant)
         close(participant->pidfd);
     wire_channel_destroy(participant->channel);
     *participant = (daemon_participant_t){.pidfd = -1};
+}
+
+void daemon_participant_kill(daemon_participant_t *participant)
+{
+    participant->was_killed = true;
+    /* By pidfd where there is one: a number may already be somebody else's. */
+    if (participant->pidfd < 0 ||
+        syscall(SYS_pidfd_send_signal, participant->pidfd, SIGKILL, NULL, 0) != 0)
+        kill(participant->pid, SIGKILL);
 }
 
 /* ---- arenas -----------------------------------------------------------------------------------
@@ -167,23 +181,29 @@ static void on_channel_closed(void *context, wire_channel_t *channel, xp_status_
         xp_log_warn("dropping %s: %s", who, xp_error_last()->text);
         participant->said_bye = false;
         if (participant->role != xpw_Role_ROLE_NONE && participant->role != xpw_Role_ROLE_CLIENT)
-            kill(participant->pid, SIGKILL); /* a peer that breaks the protocol is out of control */
+            daemon_participant_kill(
+                participant); /* a peer that breaks the protocol is out of control */
     }
     participant_gone(participant);
 }
 
+static void on_message(void *context, wire_channel_t *channel, const xpw_Envelope *envelope,
+                       wire_descriptors_t *fds);
+
 static void on_process_death(evutil_socket_t fd, short events, void *context)
 {
     daemon_participant_t *participant = context;
-    /* Read what it sent before it died: a Bye may still be in the socket. */
-    for (int i = 0; i < 64; i++) {
+    wire_channel_t *channel = participant->channel;
+    /* What it sent before it died is still in the socket: a Bye, or why it failed. */
+    for (int i = 0; i < LAST_WORDS; i++) {
         xpw_Envelope envelope;
         wire_descriptors_t fds = {.count = 0};
-        if (wire_receive(wire_channel_socket(participant->channel), &envelope, &fds) != XP_OK)
+        if (wire_receive(wire_channel_socket(channel), &envelope, &fds) != XP_OK)
             break;
-        if (envelope.which_body == xpw_Envelope_bye_tag)
-            participant->said_bye = true;
+        on_message(participant, channel, &envelope, &fds);
         wire_descriptors_close(&fds);
+        if (participant->channel != channel)
+            return; /* that message was its end */
     }
     participant_gone(participant);
 }
@@ -204,6 +224,10 @@ static void refuse(daemon_participant_t *participant, const char *format, ...)
     xp_log_warn("refused a %s (pid %d): %s", wire_role_name(participant->role),
                 (int)participant->pid, envelope.body.refused.reason);
     participant->role = xpw_Role_ROLE_NONE;
+    participant->refused = true;
+    participant->since_ns = xp_monotonic_ns();
+    envelope.body.refused.stopping =
+        participant->daemon->state >= DAEMON_QUIESCING && !participant->daemon->failed;
     wire_channel_send(participant->channel, &envelope, NULL, 0);
 }
 
@@ -218,6 +242,7 @@ static void send_admitted(daemon_t *daemon, daemon_participant_t *participant)
     admitted->max_rows = model->max_rows;
     admitted->kv_tokens = model->kv_tokens;
     admitted->max_context = model->max_context;
+    admitted->atn_index = model->atn_index;
     admitted->spin_ns = daemon->planned->plan.spin_ns;
     admitted->submission_timeout_ns = daemon->planned->plan.submission_timeout_ns;
     wire_channel_send(participant->channel, &envelope, NULL, 0);
@@ -279,23 +304,22 @@ static void register_instance(daemon_t *daemon, daemon_participant_t *participan
                (int)instance->participant->pid);
         return;
     }
-    if (daemon->state >= DAEMON_QUIESCING) {
-        refuse(participant, "the system is stopping");
-        return;
-    }
     participant->index = index;
     instance->participant = participant;
     instance->state = INSTANCE_ADMITTED;
+    instance->admitted_ns = xp_monotonic_ns();
     instance->absence[0] = '\0';
     send_admitted(daemon, participant);
     daemon_send_backend(daemon, instance);
 }
 
+static void protocol_error(daemon_participant_t *participant, const char *what);
+
 static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
 {
     daemon_t *daemon = participant->daemon;
     if (participant->role != xpw_Role_ROLE_NONE) {
-        refuse(participant, "a second Hello");
+        protocol_error(participant, "a second Hello");
         return;
     }
     participant->role = hello->role;
@@ -321,7 +345,12 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
         return;
     }
     if (daemon->failed) {
-        refuse(participant, "the Generation has failed");
+        refuse(participant, "the Generation has failed: %s: %.200s", daemon->failure.who,
+               daemon->failure.what);
+        return;
+    }
+    if (daemon->state >= DAEMON_QUIESCING) {
+        refuse(participant, "the system is stopping (%s)", daemon->stop_reason);
         return;
     }
     watch_process(daemon, participant);
@@ -336,10 +365,6 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
     case xpw_Role_ROLE_GATEWAY:
         if (daemon->gateway) {
             refuse(participant, "a gateway is running already (pid %d)", (int)daemon->gateway->pid);
-            return;
-        }
-        if (daemon->state >= DAEMON_QUIESCING) {
-            refuse(participant, "the system is stopping");
             return;
         }
         daemon->gateway = participant;
@@ -363,7 +388,7 @@ static void protocol_error(daemon_participant_t *participant, const char *what)
     daemon_participant_describe(participant, who, sizeof(who));
     xp_log_warn("dropping %s: %s", who, what);
     if (participant->role != xpw_Role_ROLE_NONE && participant->role != xpw_Role_ROLE_CLIENT)
-        kill(participant->pid, SIGKILL);
+        daemon_participant_kill(participant);
     participant_gone(participant);
 }
 
@@ -377,7 +402,8 @@ static void on_instance_message(daemon_participant_t *participant, const xpw_Env
         const plan_model_t *model = &daemon->planned->models[instance->index];
         if (instance->state != INSTANCE_ADMITTED || fds->count != 1 ||
             envelope->body.arena_offer.hidden != model->spec.hidden ||
-            envelope->body.arena_offer.max_rows != model->max_rows) {
+            envelope->body.arena_offer.max_rows != model->max_rows ||
+            envelope->body.arena_offer.dtype != XP_DTYPE_F32) {
             protocol_error(participant, "an arena that differs from the plan");
             return;
         }
@@ -463,7 +489,14 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
         if (attached->lease != instance->lease || instance->state != INSTANCE_OFFERED)
             break; /* of an Instance that has gone meanwhile */
         if (attached->error[0]) {
-            protocol_error(instance->participant, attached->error);
+            /* The Instance is not to blame; it leaves in order, and its model says why. */
+            xp_log_err("model %s: its arena was not attached: %s",
+                       daemon->config->models[instance->index].id, attached->error);
+            snprintf(instance->absence, sizeof(instance->absence),
+                     "its arena was not attached: %.200s", attached->error);
+            xpw_Envelope stop = {.which_body = xpw_Envelope_stop_tag};
+            stop.body.stop.phase = xpw_StopPhase_STOP_FINALIZE;
+            wire_channel_send(instance->participant->channel, &stop, NULL, 0);
             break;
         }
         instance->state = INSTANCE_ATTACHED;
@@ -475,7 +508,8 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
         break;
     }
     case xpw_Envelope_fail_report_tag:
-        daemon_fail(daemon, who, envelope->body.fail_report.what);
+        if (daemon->failed || !daemon_fail_from_fabric(daemon))
+            daemon_fail(daemon, who, envelope->body.fail_report.what);
         break;
     case xpw_Envelope_leave_tag: {
         bool instances = false;
@@ -533,6 +567,7 @@ static void on_gateway_message(daemon_participant_t *participant, const xpw_Enve
 static void on_client_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
 {
     daemon_t *daemon = participant->daemon;
+    participant->since_ns = xp_monotonic_ns();
     switch (envelope->which_body) {
     case xpw_Envelope_check_tag: {
         daemon_verdict_t verdict;
@@ -543,6 +578,8 @@ static void on_client_message(daemon_participant_t *participant, const xpw_Envel
         out->system_ready = verdict.system_ready;
         out->serving_healthy = verdict.serving_healthy;
         snprintf(out->state, sizeof(out->state), "%s", daemon_state_name(daemon->state));
+        snprintf(out->gateway_host, sizeof(out->gateway_host), "%s", daemon->gateway_host);
+        out->gateway_port = daemon->gateway_port;
         out->reasons_count = (pb_size_t)verdict.reason_count;
         for (uint32_t i = 0; i < verdict.reason_count; i++)
             snprintf(out->reasons[i], sizeof(out->reasons[i]), "%s", verdict.reasons[i]);
@@ -569,6 +606,8 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
                        wire_descriptors_t *fds)
 {
     daemon_participant_t *participant = context;
+    if (participant->refused)
+        return;
     if (envelope->which_body == xpw_Envelope_hello_tag) {
         on_hello(participant, &envelope->body.hello);
         if (participant->role != xpw_Role_ROLE_NONE)
@@ -598,6 +637,36 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
     }
 }
 
+void daemon_drop_silent(daemon_t *daemon)
+{
+    uint64_t now = xp_monotonic_ns();
+    for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
+        daemon_participant_t *participant = &daemon->participants[i];
+        if (!participant->used)
+            continue;
+        uint64_t limit = participant->refused                        ? REFUSED_TIMEOUT_NS
+                         : participant->role == xpw_Role_ROLE_NONE   ? HELLO_TIMEOUT_NS
+                         : participant->role == xpw_Role_ROLE_CLIENT ? CLIENT_TIMEOUT_NS
+                                                                     : UINT64_MAX;
+        if (!participant->wants_down && now - participant->since_ns > limit)
+            participant_gone(participant);
+    }
+    uint64_t startup_ns = (uint64_t)(daemon->config->deadlines.startup * (double)XP_NS_PER_S);
+    for (uint32_t i = 0; i < daemon->config->model_count; i++) {
+        daemon_instance_t *instance = &daemon->instances[i];
+        if (!instance->participant || instance->state == INSTANCE_SERVING || daemon->failed ||
+            daemon->state >= DAEMON_QUIESCING || now - instance->admitted_ns < startup_ns)
+            continue;
+        snprintf(instance->absence, sizeof(instance->absence),
+                 "its Instance did not pass the initialisation barrier within %g s "
+                 "(deadlines.startup; it was %s)",
+                 daemon->config->deadlines.startup, daemon_instance_state_name(instance->state));
+        xp_log_err("model %s: %s: killed", daemon->config->models[i].id, instance->absence);
+        daemon_participant_kill(instance->participant);
+        participant_gone(instance->participant);
+    }
+}
+
 void daemon_on_accept(evutil_socket_t listener, short events, void *context)
 {
     daemon_t *daemon = context;
@@ -607,8 +676,9 @@ void daemon_on_accept(evutil_socket_t listener, short events, void *context)
             return;
         pid_t pid;
         uid_t uid;
-        if (wire_peer(fd, &pid, &uid) != XP_OK || (uid != getuid() && uid != 0)) {
-            xp_log_warn("refused a connection of another user to the control socket");
+        if (wire_peer(fd, &pid, &uid) != XP_OK || pid <= 0 || (uid != getuid() && uid != 0)) {
+            xp_log_warn("refused a connection of another user, or from outside this process "
+                        "namespace, to the control socket");
             close(fd);
             continue;
         }
@@ -621,7 +691,8 @@ void daemon_on_accept(evutil_socket_t listener, short events, void *context)
             close(fd);
             continue;
         }
-        *slot = (daemon_participant_t){.daemon = daemon, .used = true, .pid = pid, .pidfd = -1};
+        *slot = (daemon_participant_t){
+            .daemon = daemon, .used = true, .pid = pid, .pidfd = -1, .since_ns = xp_monotonic_ns()};
         if (wire_channel_create(daemon->base, fd, on_message, on_channel_closed, slot,
                                 &slot->channel) != XP_OK) {
             xp_log_error("cannot take a connection");

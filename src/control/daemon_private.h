@@ -43,6 +43,8 @@ typedef struct daemon_participant {
     int pidfd; /* -1 where the kernel has none: then only the socket tells */
     struct event *on_death;
     bool said_bye, was_killed;
+    bool refused;            /* nothing it says counts any more */
+    uint64_t since_ns;       /* connected, or a client's last question */
     bool joined, executable; /* agents */
     uint64_t progress_done, progress_total;
     char progress_what[96];
@@ -67,7 +69,8 @@ typedef struct daemon_instance {
     daemon_participant_t *participant;
     int arena_fd;
     xpw_ArenaOffer offer;
-    uint64_t lease; /* names the current attachment */
+    uint64_t admitted_ns; /* for deadlines.startup */
+    uint64_t lease;       /* names the current attachment */
     bool attached_at_agent;
     char host[64];
     uint32_t port;
@@ -116,6 +119,9 @@ const char *daemon_state_name(daemon_state_t state);
 const char *daemon_instance_state_name(daemon_instance_state_t state);
 void daemon_advance(daemon_t *daemon); /* takes every transition that is due */
 void daemon_fail(daemon_t *daemon, const char *who, const char *what);
+/* True when the Fabric itself has failed: it becomes the canonical failure, named by the PE that
+ * claimed it rather than by whoever reports it first. */
+bool daemon_fail_from_fabric(daemon_t *daemon);
 void daemon_stop(daemon_t *daemon, const char *reason);
 /* True when all of READY's conditions hold; fills reasons (each 256 bytes) otherwise. */
 typedef struct daemon_verdict {
@@ -129,6 +135,8 @@ void daemon_send_backend(daemon_t *daemon, const daemon_instance_t *instance);
 /* daemon_participants.c */
 void daemon_on_accept(evutil_socket_t fd, short events, void *context);
 void daemon_participant_free(daemon_participant_t *participant);
+void daemon_participant_kill(daemon_participant_t *participant); /* SIGKILL, by pidfd */
+void daemon_drop_silent(daemon_t *daemon); /* connections and Instances past their time */
 uint32_t daemon_participants_left(const daemon_t *daemon); /* without clients */
 void daemon_instance_release(daemon_t *daemon, daemon_instance_t *instance, const char *why);
 void daemon_try_attach(daemon_t *daemon, daemon_instance_t *instance);

@@ -47,6 +47,11 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
         return;
     switch (envelope->which_body) {
     case xpw_Envelope_refused_tag:
+        if (envelope->body.refused.stopping) {
+            xp_log_info("not needed: %s", envelope->body.refused.reason);
+            participant_end(self, 0);
+            return;
+        }
         xp_log_err("the daemon refused this %s: %s", wire_role_name(self->role),
                    envelope->body.refused.reason);
         participant_end(self, 1);
@@ -124,6 +129,9 @@ static xp_status_t connect_with_patience(const config_t *config, int *socket_out
                            "no daemon at %s within %g s (deadlines.registration); start it with "
                            "`xpool daemon serve` and the same configuration",
                            config->daemon.socket, config->deadlines.registration);
+        sigset_t pending;
+        if (sigpending(&pending) == 0 && sigismember(&pending, SIGTERM))
+            return xp_fail(XP_CANCELLED, "told to end before the daemon was there");
         if (!told) {
             xp_log_info("waiting for the daemon at %s", config->daemon.socket);
             told = true;
@@ -167,6 +175,11 @@ xp_status_t participant_create(struct event_base *base, const config_t *config, 
         status = xp_fail(XP_NO_MEMORY, "no memory for signal events");
         goto fail;
     }
+    /* `up` starts its children with SIGTERM blocked, so that none is lost before this point. */
+    sigset_t term;
+    sigemptyset(&term);
+    sigaddset(&term, SIGTERM);
+    sigprocmask(SIG_UNBLOCK, &term, NULL);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
     xpw_Hello *hello = &envelope.body.hello;
     hello->abi = WIRE_ABI;
@@ -182,6 +195,16 @@ xp_status_t participant_create(struct event_base *base, const config_t *config, 
 fail:
     participant_destroy(self);
     return status;
+}
+
+int participant_start_error(void)
+{
+    if (xp_error_last()->status == XP_CANCELLED) {
+        xp_log_info("%s", xp_error_last()->text);
+        return 0;
+    }
+    xp_log_error("cannot start");
+    return 1;
 }
 
 void participant_destroy(participant_t *self)
@@ -228,7 +251,8 @@ void participant_bye(participant_t *self, const char *reason)
     xpw_Envelope envelope = {.which_body = xpw_Envelope_bye_tag};
     snprintf(envelope.body.bye.reason, sizeof(envelope.body.bye.reason), "%s", reason);
     bool sent = participant_send(self, &envelope, NULL, 0) == XP_OK;
-    participant_end(self, sent ? 0 : 1);
+    /* Who leaves because of its own failure has not ended in order. */
+    participant_end(self, sent && !self->own_failure[0] ? 0 : 1);
 }
 
 void participant_end(participant_t *self, int exit_code)

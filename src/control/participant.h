@@ -36,6 +36,9 @@ xp_status_t participant_create(struct event_base *base, const config_t *config, 
                                const participant_handlers_t *handlers,
                                participant_t **participant_out);
 void participant_destroy(participant_t *participant);
+/* After a start that failed: logs why and gives the exit code (0 when it was told to end before).
+ */
+int participant_start_error(void);
 
 xp_status_t participant_send(participant_t *participant, const xpw_Envelope *envelope,
                              const int *fds, uint32_t fd_count);

@@ -401,6 +401,31 @@ xp_status_t planner_make(const config_t *config, uint64_t generation, plan_resul
     result->model_count = config->model_count;
     result->atn_count = config->atn_count;
     result->ffn_count = config->ffn_count;
+    if (strcmp(config->fabric_provider, "auto") != 0 &&
+        strcmp(config->fabric_provider, "shm") != 0) {
+        status = xp_fail(XP_UNSUPPORTED,
+                         "fabric.provider: \"%s\" is not part of this build; it has \"shm\" (and "
+                         "\"auto\", which takes it)",
+                         config->fabric_provider);
+        goto fail;
+    }
+    if (config->ffn_calibration[0]) {
+        status =
+            xp_fail(XP_UNSUPPORTED,
+                    "ffn.device_memory_calibration: CPU devices have an exact ledger, there is "
+                    "nothing to calibrate; remove the setting");
+        goto fail;
+    }
+    for (uint32_t a = 0; a < config->atn_count; a++)
+        for (uint32_t f = 0; f < config->ffn_count; f++)
+            if (strcmp(config->atn[a].name, config->ffn[f].name) == 0) {
+                status =
+                    xp_fail(XP_UNSUPPORTED,
+                            "device %s is in atn.devices and ffn.devices: on the CPU give each "
+                            "role a budget of its own (cpu:0 and cpu:1 may name the same cores)",
+                            config->atn[a].name);
+                goto fail;
+            }
     for (uint32_t d = 0; d < config->atn_count; d++) {
         if (config->atn[d].kind != CONFIG_DEVICE_CPU) {
             status = xp_fail(XP_UNSUPPORTED, "atn.devices: %s: this build has the CPU tier only",

@@ -19,17 +19,14 @@
 #include "base/clock.h"
 #include "fabric/internal.h"
 
-/* The AtnAgent itself gives up on the Coordinator later than the Coordinator on others, so that the
- * one who knows more names the culprit. */
-#define ATN_TIMEOUT(limit_ns) ((limit_ns) + (limit_ns) / 4)
-
 typedef enum atn_state { ATN_IDLE = 0, ATN_WAIT_ADMISSION, ATN_WAIT_COMMIT } atn_state_t;
 
 typedef struct atn_slot {
     uint32_t instance, rank;
     uint64_t offset; /* of the slot's records */
     /* Inbox, under the lock. */
-    bool occupied;                /* attached and not detached since */
+    bool occupied;                /* attached, and neither detached nor dropped since */
+    bool dropped;                 /* the service gave the last arena up before it was detached */
     bool detach;                  /* give up what the service has */
     transport_server_t *incoming; /* take this next */
     /* The service thread's. */
@@ -119,18 +116,38 @@ static void atn_post(fabric_atn_t *atn)
     fabric_signal(atn->fabric, 1u << atn->fabric->pe);
 }
 
+/* An arena of another shape would be read and written beyond its rows. */
+static xp_status_t atn_check_geometry(const fabric_plan_instance_t *instance, uint32_t rank,
+                                      const transport_server_t *server)
+{
+    if (!server)
+        return xp_fail(XP_INVALID, "no arena for rank %u of %s", rank, instance->id);
+    transport_geometry_t has = transport_server_geometry(server);
+    if (has.hidden != instance->hidden || has.max_rows != instance->max_rows ||
+        has.dp_size != instance->atn_dp || (uint32_t)has.dtype != instance->dtype)
+        return xp_fail(XP_INVALID,
+                       "the arena for rank %u of %s is %u x %u, dtype %s, DP %u; the Fabric plan "
+                       "says %u x %u, dtype %s, DP %u",
+                       rank, instance->id, has.max_rows, has.hidden, xp_dtype_name(has.dtype),
+                       has.dp_size, instance->max_rows, instance->hidden,
+                       xp_dtype_name((xp_dtype_t)instance->dtype), instance->atn_dp);
+    return XP_OK;
+}
+
 xp_status_t fabric_atn_attach(fabric_atn_t *atn, uint32_t instance, uint32_t rank,
                               transport_server_t *server)
 {
     atn_slot_t *slot = NULL;
     xp_status_t status = XP_OK;
     XP_TRY(atn_find(atn, instance, rank, &slot));
+    XP_TRY(atn_check_geometry(&atn->fabric->plan.instances[instance], rank, server));
     pthread_mutex_lock(&atn->lock);
     if (slot->occupied) {
         status = xp_fail(XP_INVALID, "rank %u of %s has an arena already", rank,
                          atn->fabric->plan.instances[instance].id);
     } else {
         slot->occupied = true;
+        slot->dropped = false;
         slot->incoming = server;
         atn_post(atn);
     }
@@ -144,7 +161,9 @@ xp_status_t fabric_atn_detach(fabric_atn_t *atn, uint32_t instance, uint32_t ran
     xp_status_t status = XP_OK;
     XP_TRY(atn_find(atn, instance, rank, &slot));
     pthread_mutex_lock(&atn->lock);
-    if (!slot->occupied) {
+    if (slot->dropped) {
+        slot->dropped = false;
+    } else if (!slot->occupied) {
         status = xp_fail(XP_NOT_FOUND, "rank %u of %s has no arena", rank,
                          atn->fabric->plan.instances[instance].id);
     } else {
@@ -180,7 +199,10 @@ static void atn_abandon(fabric_atn_t *atn, atn_slot_t *slot, xp_status_t reason)
 static void atn_lost(fabric_atn_t *atn, atn_slot_t *slot, xp_status_t reason)
 {
     pthread_mutex_lock(&atn->lock);
-    slot->occupied = slot->incoming != NULL;
+    if (slot->occupied && !slot->incoming) { /* else it was being detached already */
+        slot->occupied = false;
+        slot->dropped = true;
+    }
     slot->detach = false;
     pthread_mutex_unlock(&atn->lock);
     atn_abandon(atn, slot, reason);
@@ -324,6 +346,7 @@ static xp_status_t atn_take_partials(fabric_atn_t *atn, atn_slot_t *slot, bool *
 {
     fabric_t *fabric = atn->fabric;
     const fabric_plan_instance_t *instance = &fabric->plan.instances[slot->instance];
+    bool is_long = fabric_instance_form(instance) == FABRIC_FORM_LONG;
     uint32_t members = fabric_group_size(slot->group), lane = 0;
     for (uint32_t member = 0; member < members; member++) {
         fabric_direct_partial_t partial;
@@ -332,7 +355,8 @@ static xp_status_t atn_take_partials(fabric_atn_t *atn, atn_slot_t *slot, bool *
         if (fabric_word(fabric, at) != slot->sequence)
             return XP_OK;
         fabric_record_load(fabric, at, sizeof(partial), &partial);
-        if (partial.lane >= fabric->plan.lanes || (member && partial.lane != lane))
+        if (partial.lane >= fabric->plan.lanes || (member && partial.lane != lane) ||
+            (is_long && partial.lane != slot->lane))
             return fabric_fail_now(fabric, "%.32s layer %u: member %u's partial is in Lane %u",
                                    instance->id, slot->pending.layer, member, partial.lane);
         lane = partial.lane;
@@ -357,14 +381,18 @@ static xp_status_t atn_take_commit(fabric_atn_t *atn, atn_slot_t *slot)
     fabric_commit_t commit;
     fabric_record_load(fabric, slot->offset + offsetof(fabric_slot_t, commit), sizeof(commit),
                        &commit);
-    if (commit.source == FABRIC_SOURCE_NONE) {
-        /* Only what lost its Instance, or is cut off by the shutdown, is dropped. */
+    /* Only what lost its Instance, or is cut off by the shutdown, is dropped. */
+    if (commit.source == FABRIC_SOURCE_NONE && (slot->abandoned || fabric_is_shutdown(fabric))) {
         atn_finish(atn, slot, XP_CLOSED, false);
         return XP_OK;
     }
-    if (commit.source == FABRIC_SOURCE_SLOT && !is_long)
+    /* Complete rows come neither before this rank's rows could be in the Lane nor where members
+     * deliver partials. */
+    bool expected = slot->state == ATN_WAIT_COMMIT && !fabric_is_direct(instance, slot->group);
+    if (expected && commit.source == FABRIC_SOURCE_SLOT && !is_long)
         from = fabric->layout.slot_output[slot->instance];
-    else if (commit.source == FABRIC_SOURCE_LANE && is_long && commit.lane == slot->lane)
+    else if (expected && commit.source == FABRIC_SOURCE_LANE && is_long &&
+             commit.lane == slot->lane)
         from = fabric_lane_output(&fabric->layout, slot->lane) + slot->row_offset * row_bytes;
     else
         return fabric_fail_now(fabric, "%.32s layer %u: invalid Output Commit (source %u, Lane %u)",
@@ -412,7 +440,7 @@ static xp_status_t atn_step_slot(fabric_atn_t *atn, atn_slot_t *slot, bool accep
 
 static xp_status_t atn_check_timeouts(fabric_atn_t *atn, uint64_t now_ns, uint64_t gap_ns)
 {
-    uint64_t limit_ns = ATN_TIMEOUT(atn->fabric->plan.submission_timeout_ns);
+    uint64_t limit_ns = fabric_plan_atn_patience_ns(atn->fabric->plan.submission_timeout_ns);
     for (uint32_t i = 0; i < atn->slot_count; i++) {
         atn_slot_t *slot = &atn->slots[i];
         if (slot->state == ATN_IDLE)

@@ -43,7 +43,7 @@ struct fabric_coordinator {
     fabric_t *fabric;
     xp_clock_t clock;
     uint64_t arrivals, tickets, random_state;
-    uint64_t last_step_ns;
+    uint64_t last_step_ns, last_check_ns;
     uint32_t queued, leased, leased_peak;
     coordinator_lane_t lanes[FABRIC_MAX_LANES];
     coordinator_instance_t instances[FABRIC_MAX_INSTANCES];
@@ -58,7 +58,7 @@ xp_status_t fabric_coordinator_create(fabric_t *fabric, xp_clock_t clock,
     c->fabric = fabric;
     c->clock = clock;
     c->random_state = fabric->plan.seed;
-    c->last_step_ns = xp_clock_now_ns(&clock);
+    c->last_step_ns = c->last_check_ns = xp_clock_now_ns(&clock);
     for (uint32_t i = 0; i < fabric->plan.instance_count; i++) {
         c->instances[i].ranks = fabric_plan_ranks(&fabric->plan.instances[i]);
         c->instances[i].form = fabric_instance_form(&fabric->plan.instances[i]);
@@ -206,6 +206,7 @@ static void coordinator_lease(fabric_coordinator_t *c, uint32_t lane_index, uint
     c->queued--;
     c->leased++;
     fabric_count(fabric, FABRIC_COUNT_LANES_LEASED, 1);
+    fabric_count_set(fabric, FABRIC_COUNT_LANES_IN_USE, c->leased);
     if (now_ns > first->submitted_ns)
         fabric_count(fabric, FABRIC_COUNT_QUEUE_NS, now_ns - first->submitted_ns);
     if (c->leased > c->leased_peak) {
@@ -314,6 +315,7 @@ static xp_status_t coordinator_release(fabric_coordinator_t *c, uint32_t lane_in
                                routing.rows, lane->rows);
     lane->leased = false;
     c->leased--;
+    fabric_count_set(c->fabric, FABRIC_COUNT_LANES_IN_USE, c->leased);
     instance->state = COORDINATOR_GATHERING;
     instance->gathered = 0;
     return XP_OK;
@@ -412,8 +414,12 @@ xp_status_t fabric_coordinator_step(fabric_coordinator_t *c)
             return status;
         moved |= status == XP_OK;
     }
-    moved |= coordinator_admit(c, now_ns);
-    if (!moved)
+    /* Under load every step moves something: ages are looked at once a tick all the same. Before
+     * Lanes are leased, since whoever gets one now has not kept anybody waiting in it. */
+    if (!moved || now_ns - c->last_check_ns >= FABRIC_TICK_NS) {
+        c->last_check_ns = now_ns;
         XP_TRY(coordinator_check_timeouts(c, now_ns));
+    }
+    moved |= coordinator_admit(c, now_ns);
     return moved ? XP_OK : XP_RETRY;
 }

@@ -14,6 +14,8 @@
 
 _Static_assert(sizeof(fabric_pe_counters_t) == FABRIC_COUNT_COUNT * sizeof(uint64_t),
                "the counters of the interface are those of the records");
+_Static_assert(sizeof(fabric_pe_counters_t) <= sizeof(((fabric_pe_record_t *)0)->counters),
+               "the record has a place for each counter");
 
 xp_status_t fabric_attach(const char *provider_name, const fabric_plan_t *plan,
                           const fabric_descriptors_t *descriptors, uint32_t pe,

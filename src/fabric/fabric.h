@@ -53,11 +53,14 @@ void fabric_shutdown(fabric_t *fabric);
 typedef struct fabric_atn fabric_atn_t;
 xp_status_t fabric_atn_create(fabric_t *fabric, xp_clock_t clock, fabric_atn_t **atn_out);
 void fabric_atn_destroy(fabric_atn_t *atn);
-/* Hands an arena to the service (thread-safe, any time; takes ownership of `server` on XP_OK). */
+/* Hands an arena to the service (thread-safe, any time; takes ownership of `server` on XP_OK).
+ * XP_INVALID when its geometry is not that of the plan's Instance. */
 xp_status_t fabric_atn_attach(fabric_atn_t *atn, uint32_t instance, uint32_t rank,
                               transport_server_t *server);
 /* Takes it back: its in-flight Submission is given up without disturbing others (lane released,
- * result dropped), then the arena is closed and unmapped. Returns at once; done by the service. */
+ * result dropped), then the arena is closed and unmapped. Returns at once; done by the service.
+ * XP_OK too, once, for an arena that the service itself dropped since it was attached (closed by
+ * its Instance, or nonsense in it); XP_NOT_FOUND where there is no such rank here or no arena. */
 xp_status_t fabric_atn_detach(fabric_atn_t *atn, uint32_t instance, uint32_t rank);
 /* The service loop, on a thread of the caller's: XP_CLOSED after shutdown, XP_FATAL on failure. */
 xp_status_t fabric_atn_run(fabric_atn_t *atn);
@@ -82,7 +85,9 @@ typedef struct fabric_pe_counters {
     uint64_t busy_ns;         /* FfnAgent: time in execute */
     uint64_t queue_ns;        /* Coordinator: Submission to lane, summed */
     uint64_t sleeps, spins;
-    uint64_t lanes_leased, lanes_peak;
+    uint64_t lanes_leased; /* Coordinator: leases given, a running total */
+    uint64_t lanes_peak;   /* Coordinator: most Lanes ever leased at once */
+    uint64_t lanes_in_use; /* Coordinator: Lanes leased now, a gauge */
 } fabric_pe_counters_t;
 void fabric_counters(const fabric_t *fabric, uint32_t pe, fabric_pe_counters_t *counters_out);
 /* Per Instance (index in the plan): invocations and rows completed, for state and metrics. */

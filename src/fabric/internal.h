@@ -27,6 +27,7 @@ typedef enum fabric_counter {
     FABRIC_COUNT_SPINS,
     FABRIC_COUNT_LANES_LEASED,
     FABRIC_COUNT_LANES_PEAK,
+    FABRIC_COUNT_LANES_IN_USE,
     FABRIC_COUNT_COUNT
 } fabric_counter_t;
 

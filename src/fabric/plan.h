@@ -84,6 +84,23 @@ static inline uint32_t fabric_plan_ranks(const fabric_plan_instance_t *instance)
     return instance->atn_tp * instance->atn_dp;
 }
 
+/* Who waits for an Invocation gives up the later, the less it knows of what went wrong: first the
+ * Coordinator, after the submission timeout; then the AtnAgent; the caller behind the arena last.
+ * So the canonical failure is named by the one who can name the culprit, and has reached the caller
+ * before its own patience ends. */
+#define FABRIC_CALLER_SLACK_NS                                                                     \
+    5000000000u /* for noticing and closing the arena on a loaded machine */
+
+static inline uint64_t fabric_plan_atn_patience_ns(uint64_t submission_timeout_ns)
+{
+    return submission_timeout_ns + submission_timeout_ns / 4;
+}
+/* What a caller waits for the answer of one request, at least. */
+static inline uint64_t fabric_plan_caller_patience_ns(uint64_t submission_timeout_ns)
+{
+    return fabric_plan_atn_patience_ns(submission_timeout_ns) + FABRIC_CALLER_SLACK_NS;
+}
+
 /* Checks bounds and consistency of a plan that came from a peer. plan.c. */
 xp_status_t fabric_plan_check(const fabric_plan_t *plan, uint64_t bytes);
 #endif

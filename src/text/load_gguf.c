@@ -111,11 +111,16 @@ static xp_status_t add_pre(tokenizer_t *tokenizer, const char *name, size_t leng
     return add_byte_level(tokenizer, false, false);
 }
 
+#define GGUF_MAX_TOKEN_TYPE 255 /* known are 1 to 6; the rest counts as normal */
+
 static xp_status_t token_kind(const gguf_file_t *file, size_t types, size_t id, int *kind_out)
 {
     double value = GGUF_NORMAL;
     if (id < types)
         XP_TRY(gguf_array_f64(file, "tokenizer.ggml.token_type", id, &value));
+    if (!(value >= 0 && value <= GGUF_MAX_TOKEN_TYPE))
+        return xp_fail(XP_INVALID, "tokenizer.ggml.token_type[%zu]: %g is no token type (0 to %d)",
+                       id, value, GGUF_MAX_TOKEN_TYPE);
     *kind_out = (int)value;
     return XP_OK;
 }

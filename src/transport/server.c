@@ -104,6 +104,11 @@ void transport_server_destroy(transport_server_t *server)
     free(server);
 }
 
+transport_geometry_t transport_server_geometry(const transport_server_t *server)
+{
+    return server->geometry;
+}
+
 xp_status_t transport_server_poll(transport_server_t *server, transport_pending_t *pending_out)
 {
     const transport_geometry_t *geometry = &server->geometry;

@@ -62,7 +62,7 @@ int transport_client_fd(const transport_client_t *client); /* borrowed */
 xp_status_t transport_client_set_doorbell(transport_client_t *client, int doorbell_fd, uint32_t pe);
 
 /* Publishes a request (copies rows in). XP_INVALID with nothing published when tensor or layer is
- * wrong, XP_BUSY is XP_RETRY when one is live already, XP_CLOSED / XP_FATAL after close. */
+ * wrong, XP_RETRY when one is live already, XP_CLOSED / XP_FATAL after close. */
 xp_status_t transport_client_put(transport_client_t *client, const transport_request_t *request,
                                  const transport_tensor_t *input);
 /* Waits for the live request's response until deadline_ns (CLOCK_MONOTONIC). XP_TIMEOUT leaves the
@@ -87,6 +87,8 @@ typedef struct transport_server transport_server_t;
 xp_status_t transport_server_create(int arena_fd, const transport_geometry_t *expected,
                                     transport_server_t **server_out);
 void transport_server_destroy(transport_server_t *server);
+/* The geometry it was created with, which is the arena's. */
+transport_geometry_t transport_server_geometry(const transport_server_t *server);
 
 /* A request seen and not yet answered. `input`/`output` point into the arena. Every field was read
  * once and checked against the geometry (the peer is not trusted). */

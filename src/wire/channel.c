@@ -27,6 +27,7 @@ struct wire_channel {
     queued_packet_t *first, *last;
     uint32_t queued;
     bool closed;
+    bool overflowed;
     bool in_callback, doomed; /* a callback may destroy the channel: freed when it returns */
 };
 
@@ -52,6 +53,10 @@ static void channel_readable(evutil_socket_t socket, short events, void *argumen
     wire_channel_t *channel = argument;
     XP_ASSERT(channel->magic == CHANNEL_MAGIC);
     channel->in_callback = true;
+    if (channel->overflowed && !channel->closed)
+        channel_report_closed(
+            channel,
+            xp_fail(XP_PEER, "the peer does not read: %u messages wait for it", channel->queued));
     for (int i = 0; i < CHANNEL_BURST && !channel->closed; i++) {
         xpw_Envelope envelope;
         wire_descriptors_t fds = {.count = 0};
@@ -152,8 +157,12 @@ void wire_channel_destroy(wire_channel_t *channel)
 static xp_status_t channel_queue(wire_channel_t *channel, const xpw_Envelope *envelope,
                                  const int *fds, uint32_t fd_count)
 {
-    if (channel->queued >= WIRE_CHANNEL_QUEUE)
+    if (channel->queued >= WIRE_CHANNEL_QUEUE) {
+        /* Reported from the loop, so that a sender never finds its peer gone under its hands. */
+        channel->overflowed = true;
+        event_active(channel->readable, EV_READ, 0);
         return xp_fail(XP_PEER, "the peer does not read: %u messages wait for it", channel->queued);
+    }
     queued_packet_t *packet = calloc(1, sizeof(*packet));
     if (!packet)
         return xp_fail(XP_NO_MEMORY, "no memory to queue a message");

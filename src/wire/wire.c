@@ -14,7 +14,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define WIRE_BACKLOG 128
+#define WIRE_BACKLOG  128
+#define LOCK_ATTEMPTS 16
 
 _Static_assert(xpw_Envelope_size <= WIRE_MAX_BYTES, "a message may not outgrow a packet");
 
@@ -54,19 +55,34 @@ xp_status_t wire_listen(const char *path, int *socket_out, int *lock_out)
     int lock = -1, listener = -1;
     char lock_path[160];
     snprintf(lock_path, sizeof(lock_path), "%s.lock", path);
-    lock = open(lock_path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (lock < 0)
-        return xp_fail_errno(XP_IO, "cannot open %s", lock_path);
-    if (flock(lock, LOCK_EX | LOCK_NB) != 0) {
-        status = errno == EWOULDBLOCK
-                     ? xp_fail(XP_INVALID,
-                               "another daemon is running at %s (its lock is held); stop it with "
-                               "`xpool down` or choose another daemon.socket",
-                               path)
-                     : xp_fail_errno(XP_IO, "cannot lock %s", lock_path);
-        goto fail;
-    }
     struct stat info;
+    /* The owner removes the lock file when it leaves, so the file that was opened may be a removed
+     * one by the time it is locked: only a lock on the file that the path names counts. */
+    for (int attempt = 0;; attempt++) {
+        lock = open(lock_path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        if (lock < 0)
+            return xp_fail_errno(XP_IO, "cannot open %s", lock_path);
+        if (flock(lock, LOCK_EX | LOCK_NB) != 0) {
+            status =
+                errno == EWOULDBLOCK
+                    ? xp_fail(XP_INVALID,
+                              "another daemon is running at %s (its lock is held); stop it with "
+                              "`xpool down` or choose another daemon.socket",
+                              path)
+                    : xp_fail_errno(XP_IO, "cannot lock %s", lock_path);
+            goto fail;
+        }
+        struct stat held;
+        if (fstat(lock, &held) == 0 && lstat(lock_path, &info) == 0 && held.st_ino == info.st_ino &&
+            held.st_dev == info.st_dev)
+            break;
+        if (attempt == LOCK_ATTEMPTS) {
+            status = xp_fail(XP_IO, "%s is replaced again and again", lock_path);
+            goto fail;
+        }
+        close(lock);
+        lock = -1;
+    }
     if (lstat(path, &info) == 0) {
         if (!S_ISSOCK(info.st_mode)) {
             status = xp_fail(XP_INVALID, "daemon.socket: %s exists and is not a socket", path);
@@ -95,7 +111,8 @@ xp_status_t wire_listen(const char *path, int *socket_out, int *lock_out)
 fail:
     if (listener >= 0)
         close(listener);
-    close(lock);
+    if (lock >= 0)
+        close(lock);
     return status;
 }
 

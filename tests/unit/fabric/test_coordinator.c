@@ -23,6 +23,7 @@ static fabric_descriptors_t made;
 static fabric_t *fabric; /* PE of the first FfnAgent */
 static fabric_coordinator_t *coordinator;
 static uint64_t now_ns;
+static uint32_t lanes = 1;
 
 static uint64_t fake_now(void *context)
 {
@@ -38,7 +39,7 @@ static void begin(void)
     plan.version = FABRIC_PLAN_VERSION;
     plan.bytes = sizeof(plan);
     plan.atn_count = plan.ffn_count = 2;
-    plan.lanes = 1;
+    plan.lanes = lanes;
     plan.submission_timeout_ns = 10 * SECOND;
     plan.instance_count = 3;
     plan.weights_count = 1;
@@ -92,18 +93,28 @@ static void slot_word(uint32_t instance, uint32_t rank, size_t field, uint64_t s
                    &sequence, sizeof(sequence));
 }
 
+static void any_lane_word(uint32_t lane, size_t field, uint64_t ticket)
+{
+    fabric_publish(fabric, 4, fabric_lane_offset(&fabric->layout, lane) + field, &ticket,
+                   sizeof(ticket));
+}
+
+static void any_lane_route(uint32_t lane, uint64_t ticket, uint32_t rows)
+{
+    fabric_routing_t routing = {.ticket = ticket, .mode = FABRIC_ROUTING_REPEAT, .rows = rows};
+    fabric_publish(fabric, 4,
+                   fabric_lane_offset(&fabric->layout, lane) + offsetof(fabric_lane_t, routing),
+                   &routing, sizeof(routing));
+}
+
 static void lane_word(size_t field, uint64_t ticket)
 {
-    fabric_publish(fabric, 4, fabric_lane_offset(&fabric->layout, 0) + field, &ticket,
-                   sizeof(ticket));
+    any_lane_word(0, field, ticket);
 }
 
 static void route(uint64_t ticket, uint32_t rows)
 {
-    fabric_routing_t routing = {.ticket = ticket, .mode = FABRIC_ROUTING_REPEAT, .rows = rows};
-    fabric_publish(fabric, 4,
-                   fabric_lane_offset(&fabric->layout, 0) + offsetof(fabric_lane_t, routing),
-                   &routing, sizeof(routing));
+    any_lane_route(0, ticket, rows);
 }
 
 static fabric_execution_t execution_of(uint32_t ffn)
@@ -225,6 +236,42 @@ static void test_gap(void **state)
     expect_failure("m1 layer 1: no answer in 10000 ms, waiting for FfnAgent PE 3");
 }
 
+/* Traffic that never lets a step find nothing to do hides no Lane that is stuck. */
+static void test_stuck_under_load(void **state)
+{
+    lanes = 2;
+    begin();
+    lanes = 1;
+    uint64_t start_ns = now_ns, ticket = 1, steps = 0;
+    submit(1, 0, 1);
+    xp_status_t status = fabric_coordinator_step(coordinator); /* Lane 0, and stays there */
+    for (uint64_t sequence = 1; status == XP_OK && sequence < 2000; sequence++) {
+        submit(2, 0, sequence);
+        now_ns += 10 * XP_NS_PER_MS;
+        status = fabric_coordinator_step(coordinator);
+        if (status != XP_OK)
+            break;
+        any_lane_route(1, ++ticket, 2);
+        any_lane_word(1, offsetof(fabric_lane_t, completion), ticket);
+        status = fabric_coordinator_step(coordinator);
+        steps++;
+    }
+    assert_true(steps > 900);
+    assert_int_equal(status, XP_FATAL);
+    assert_true(now_ns - start_ns > 10 * SECOND);
+    assert_true(now_ns - start_ns <= 10 * SECOND + 2 * FABRIC_TICK_NS);
+    assert_string_equal(xp_error_last()->text,
+                        "m1 layer 1: no answer in 10000 ms, waiting for FfnAgent PE 3");
+    end();
+}
+
+static fabric_pe_counters_t counters_now(void)
+{
+    fabric_pe_counters_t counters;
+    fabric_counters(fabric, 2, &counters);
+    return counters;
+}
+
 /* The Lane goes on only after completion and, in the long form, every acknowledgement. */
 static void test_lease(void **state)
 {
@@ -232,6 +279,7 @@ static void test_lease(void **state)
     submit(0, 1, 1);
     assert_int_equal(settle(), XP_RETRY);
     assert_int_equal(execution_of(0).ticket, 0);
+    assert_int_equal(counters_now().lanes_in_use, 0);
     submit(0, 0, 1);
     assert_int_equal(settle(), XP_RETRY);
     submit(1, 0, 1);
@@ -263,10 +311,14 @@ static void test_lease(void **state)
     assert_int_equal(settle(), XP_RETRY);
     assert_int_equal(execution_of(1).ticket, 3);
     assert_int_equal(execution_of(1).instance, 2);
-    fabric_pe_counters_t counters;
-    fabric_counters(fabric, 2, &counters);
-    assert_int_equal(counters.lanes_leased, 3);
+    assert_int_equal(counters_now().lanes_in_use, 1);
+    route(3, 2);
+    lane_word(offsetof(fabric_lane_t, completion), 3);
+    assert_int_equal(settle(), XP_RETRY);
+    fabric_pe_counters_t counters = counters_now();
+    assert_int_equal(counters.lanes_leased, 3); /* a total, which never falls */
     assert_int_equal(counters.lanes_peak, 1);
+    assert_int_equal(counters.lanes_in_use, 0);
     end();
 }
 
@@ -369,13 +421,10 @@ static void test_shutdown_drops_incomplete(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_blames),
-        cmocka_unit_test(test_gap),
-        cmocka_unit_test(test_lease),
-        cmocka_unit_test(test_ranks_disagree),
-        cmocka_unit_test(test_routing_disagrees),
-        cmocka_unit_test(test_abandon),
-        cmocka_unit_test(test_shutdown_drops_incomplete),
+        cmocka_unit_test(test_blames),           cmocka_unit_test(test_gap),
+        cmocka_unit_test(test_stuck_under_load), cmocka_unit_test(test_lease),
+        cmocka_unit_test(test_ranks_disagree),   cmocka_unit_test(test_routing_disagrees),
+        cmocka_unit_test(test_abandon),          cmocka_unit_test(test_shutdown_drops_incomplete),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

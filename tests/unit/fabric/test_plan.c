@@ -216,6 +216,7 @@ static void test_join(void **state)
     assert_int_equal(fabric_ffn_create(fabric, xp_clock_system(), NULL, NULL, &ffn), XP_INVALID);
     assert_int_equal(fabric_atn_create(fabric, xp_clock_system(), &atn), XP_OK);
     assert_int_equal(fabric_atn_attach(atn, 1, 1, NULL), XP_NOT_FOUND); /* on the other AtnAgent */
+    assert_int_equal(fabric_atn_attach(atn, 0, 0, NULL), XP_INVALID);
     assert_int_equal(fabric_atn_detach(atn, 9, 0), XP_NOT_FOUND);
     assert_int_equal(fabric_atn_detach(atn, 0, 0), XP_NOT_FOUND);
     fabric_atn_destroy(atn);

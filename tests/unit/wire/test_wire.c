@@ -197,10 +197,8 @@ static void a_channel_queues_up_to_its_limit_and_delivers_in_order(void **state)
     assert_int_equal(wire_channel_create(base, fds[0], on_message, on_closed, &here, &a), XP_OK);
     xpw_Envelope envelope = failure_message();
     uint32_t accepted = 0;
-    while (wire_channel_send(a, &envelope, NULL, 0) == XP_OK)
-        accepted++;
-    assert_int_equal(wire_channel_queued(a), WIRE_CHANNEL_QUEUE);
-    assert_true(accepted > WIRE_CHANNEL_QUEUE);
+    for (; wire_channel_queued(a) < WIRE_CHANNEL_QUEUE / 2; accepted++)
+        assert_int_equal(wire_channel_send(a, &envelope, NULL, 0), XP_OK);
     assert_int_equal(wire_channel_create(base, fds[1], on_message, on_closed, &there, &b), XP_OK);
     for (int i = 0; i < 1000 && there.messages < accepted; i++)
         event_base_loop(base, EVLOOP_ONCE | EVLOOP_NONBLOCK);
@@ -211,6 +209,29 @@ static void a_channel_queues_up_to_its_limit_and_delivers_in_order(void **state)
     assert_int_equal(there.closed, 1);
     assert_int_equal(there.status, XP_CLOSED);
     wire_channel_destroy(b);
+    event_base_free(base);
+}
+
+static void a_peer_that_does_not_read_is_dropped_from_the_loop(void **state)
+{
+    int fds[2];
+    pair(fds);
+    struct event_base *base = event_base_new();
+    seen_t here = {0};
+    wire_channel_t *a;
+    assert_int_equal(wire_channel_create(base, fds[0], on_message, on_closed, &here, &a), XP_OK);
+    xpw_Envelope envelope = failure_message();
+    xp_status_t status = XP_OK;
+    for (uint32_t i = 0; i < 100000 && status == XP_OK; i++)
+        status = wire_channel_send(a, &envelope, NULL, 0);
+    assert_int_equal(status, XP_PEER);
+    assert_int_equal(wire_channel_queued(a), WIRE_CHANNEL_QUEUE);
+    assert_int_equal(here.closed, 0); /* not under the sender's hands */
+    event_base_loop(base, EVLOOP_ONCE);
+    assert_int_equal(here.closed, 1);
+    assert_int_equal(here.status, XP_PEER);
+    wire_channel_destroy(a);
+    close(fds[1]);
     event_base_free(base);
 }
 
@@ -243,6 +264,7 @@ int main(void)
         cmocka_unit_test(the_socket_path_has_one_owner_and_is_taken_over_when_stale),
         cmocka_unit_test(a_path_that_is_no_socket_is_left_alone),
         cmocka_unit_test(a_channel_queues_up_to_its_limit_and_delivers_in_order),
+        cmocka_unit_test(a_peer_that_does_not_read_is_dropped_from_the_loop),
         cmocka_unit_test(a_callback_may_destroy_its_channel),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,466 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The daemon as a real process, spoken to over its socket by made-up participants: what it refuses,
+ * how the three verdicts come apart, leases of arenas, canonical failures and the ordered end. No
+ * agent and no weight is involved; the checkpoint is only planned with.
+ */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "control/client.h"
+#include "control/daemon.h"
+#include "control/planner.h"
+#include "transport/transport.h"
+#include "wire/wire.h"
+
+#define PATIENCE_NS (10 * XP_NS_PER_S)
+
+typedef struct fixture {
+    char folder[64], file[96];
+    config_t *config;
+    plan_result_t *plan;
+    pid_t daemon;
+} fixture_t;
+
+static void sleep_ms(long milliseconds)
+{
+    nanosleep(
+        &(struct timespec){.tv_sec = milliseconds / 1000, .tv_nsec = milliseconds % 1000 * 1000000},
+        NULL);
+}
+
+static int setup_with(void **state, const char *deadlines)
+{
+    fixture_t *f = calloc(1, sizeof(*f));
+    strcpy(f->folder, "/tmp/xpool-daemon-XXXXXX");
+    assert_non_null(mkdtemp(f->folder));
+    snprintf(f->file, sizeof(f->file), "%s/c.toml", f->folder);
+    FILE *out = fopen(f->file, "w");
+    assert_non_null(out);
+    fprintf(out,
+            "[daemon]\nsocket = \"%s/d.sock\"\nhttp = \"127.0.0.1:0\"\n"
+            "[gateway]\nhttp = \"127.0.0.1:1\"\n"
+            "[devices.\"cpu:0\"]\nmemory = \"256MiB\"\nthreads = 1\n"
+            "[devices.\"cpu:1\"]\nmemory = \"256MiB\"\nthreads = 1\n"
+            "[deadlines]\n%s\n"
+            "[[models]]\nid = \"m\"\npath = \"%s/models/tales/qwen3-moe\"\n",
+            f->folder, deadlines, XPOOL_SOURCE_DIR);
+    fclose(out);
+    config_overrides_t overrides = {.config_path = f->file};
+    assert_int_equal(config_load(&overrides, &f->config), XP_OK);
+    assert_int_equal(planner_make(f->config, 1, &f->plan), XP_OK);
+    f->daemon = fork();
+    if (f->daemon == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        xp_log_configure(XP_LOG_ERROR, XP_LOG_TEXT, XP_COLOR_NEVER);
+        int null = open("/dev/null", O_WRONLY);
+        dup2(null, STDERR_FILENO);
+        _exit(daemon_run(f->config));
+    }
+    int socket = -1;
+    for (int i = 0; i < 1000 && wire_connect(f->config->daemon.socket, &socket) != XP_OK; i++)
+        sleep_ms(10);
+    assert_true(socket >= 0);
+    close(socket);
+    *state = f;
+    return 0;
+}
+
+static int setup(void **state)
+{
+    return setup_with(state, "drain = 1.0\nstop = 1.0");
+}
+
+static int setup_short(void **state)
+{
+    return setup_with(state, "drain = 1.0\nstop = 1.0\nstartup = 1.0\nregistration = 1.5");
+}
+
+static int teardown(void **state)
+{
+    fixture_t *f = *state;
+    if (f->daemon) {
+        kill(f->daemon, SIGKILL);
+        waitpid(f->daemon, NULL, 0);
+    }
+    planner_free(f->plan);
+    config_destroy(f->config);
+    char command[128];
+    snprintf(command, sizeof(command), "rm -rf %s", f->folder);
+    int ignored = system(command);
+    (void)ignored;
+    free(f);
+    return 0;
+}
+
+/* ---- participants -----------------------------------------------------------------------------
+ */
+
+static int join_in(fixture_t *f)
+{
+    int socket;
+    assert_int_equal(wire_connect(f->config->daemon.socket, &socket), XP_OK);
+    return socket;
+}
+
+static xpw_Envelope hello_of(const fixture_t *f, xpw_Role role, const char *name)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
+    xpw_Hello *hello = &envelope.body.hello;
+    hello->abi = WIRE_ABI;
+    strcpy(hello->version, XPOOL_VERSION);
+    hello->role = role;
+    snprintf(hello->name, sizeof(hello->name), "%s", name);
+    memcpy(hello->digest, f->config->digest, sizeof(hello->digest));
+    return envelope;
+}
+
+/* The next message; which_body 0 after the peer closed or within `wait_ms` nothing came. */
+static xpw_Envelope next(int socket, wire_descriptors_t *fds_out, int wait_ms)
+{
+    xpw_Envelope envelope = {0};
+    wire_descriptors_t fds = {.count = 0};
+    struct pollfd waiting = {.fd = socket, .events = POLLIN};
+    if (poll(&waiting, 1, wait_ms) == 1 && wire_receive(socket, &envelope, &fds) != XP_OK)
+        envelope.which_body = 0;
+    if (fds_out)
+        *fds_out = fds;
+    else
+        wire_descriptors_close(&fds);
+    return envelope;
+}
+
+static xpw_Envelope expect(int socket, pb_size_t tag, wire_descriptors_t *fds_out)
+{
+    for (int i = 0; i < 50; i++) {
+        xpw_Envelope envelope = next(socket, fds_out, 5000);
+        if (envelope.which_body == tag)
+            return envelope;
+        if (envelope.which_body == 0)
+            break;
+        if (fds_out)
+            wire_descriptors_close(fds_out);
+    }
+    fail_msg("no %s came", wire_body_name(tag));
+    return (xpw_Envelope){0};
+}
+
+static int say_hello(fixture_t *f, xpw_Role role, const char *name)
+{
+    int socket = join_in(f);
+    xpw_Envelope hello = hello_of(f, role, name);
+    assert_int_equal(wire_send(socket, &hello, NULL, 0), XP_OK);
+    return socket;
+}
+
+static void expect_refusal(fixture_t *f, const xpw_Envelope *hello, const char *part)
+{
+    int socket = join_in(f);
+    assert_int_equal(wire_send(socket, hello, NULL, 0), XP_OK);
+    xpw_Envelope answer = expect(socket, xpw_Envelope_refused_tag, NULL);
+    if (!strstr(answer.body.refused.reason, part))
+        fail_msg("\"%s\" does not say \"%s\"", answer.body.refused.reason, part);
+    close(socket);
+}
+
+static xpw_Verdict check(fixture_t *f)
+{
+    xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+    assert_int_equal(
+        client_ask(f->config, "test", &question, xpw_Envelope_verdict_tag, PATIENCE_NS, &answer),
+        XP_OK);
+    return answer.body.verdict;
+}
+
+static void simple(int socket, pb_size_t tag)
+{
+    xpw_Envelope envelope = {.which_body = tag};
+    assert_int_equal(wire_send(socket, &envelope, NULL, 0), XP_OK);
+}
+
+static bool has_reason(const xpw_Verdict *verdict, const char *part)
+{
+    for (pb_size_t i = 0; i < verdict->reasons_count; i++)
+        if (strstr(verdict->reasons[i], part))
+            return true;
+    return false;
+}
+
+/* All agents joined and executable. */
+static void agents(fixture_t *f, int *atn_out, int *ffn_out)
+{
+    *atn_out = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
+    *ffn_out = say_hello(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    wire_descriptors_t fds;
+    expect(*atn_out, xpw_Envelope_join_tag, &fds);
+    assert_int_equal(fds.count, 3);
+    wire_descriptors_close(&fds);
+    expect(*ffn_out, xpw_Envelope_join_tag, NULL);
+    simple(*atn_out, xpw_Envelope_joined_tag);
+    simple(*ffn_out, xpw_Envelope_joined_tag);
+    expect(*ffn_out, xpw_Envelope_prepare_tag, NULL);
+    simple(*ffn_out, xpw_Envelope_executable_tag);
+}
+
+static int exit_code(fixture_t *f)
+{
+    int status = -1;
+    for (int i = 0; i < 1000; i++) {
+        if (waitpid(f->daemon, &status, WNOHANG) == f->daemon) {
+            f->daemon = 0;
+            return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        }
+        sleep_ms(10);
+    }
+    fail_msg("the daemon did not end");
+    return -1;
+}
+
+/* ---- tests ------------------------------------------------------------------------------------
+ */
+
+static void what_is_refused_says_why(void **state)
+{
+    fixture_t *f = *state;
+    xpw_Envelope hello = hello_of(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    hello.body.hello.abi++;
+    expect_refusal(f, &hello, "ABI");
+    hello = hello_of(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    strcpy(hello.body.hello.version, "0.0.0");
+    expect_refusal(f, &hello, "version 0.0.0");
+    hello = hello_of(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    hello.body.hello.digest[5] ^= 1;
+    expect_refusal(f, &hello, "configuration differs");
+    hello = hello_of(f, xpw_Role_ROLE_FFNAGENT, "cpu:7");
+    expect_refusal(f, &hello, "cpu:7 is not in ffn.devices");
+    hello = hello_of(f, xpw_Role_ROLE_ATNAGENT, "cpu:1");
+    expect_refusal(f, &hello, "cpu:1 is not in atn.devices");
+    hello = hello_of(f, xpw_Role_ROLE_INSTANCE, "nobody");
+    expect_refusal(f, &hello, "nobody");
+    hello = hello_of(f, xpw_Role_ROLE_INSTANCE, "m");
+    hello.body.hello.rank = 3;
+    expect_refusal(f, &hello, "rank 3");
+    hello = hello_of(f, (xpw_Role)77, "m");
+    expect_refusal(f, &hello, "role");
+
+    int first = say_hello(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    xpw_Verdict verdict = check(f); /* by now the first one is registered */
+    assert_false(has_reason(&verdict, "ffnagent cpu:1 is not registered"));
+    hello = hello_of(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    expect_refusal(f, &hello, "already has its agent");
+    close(first);
+}
+
+static void a_refused_peer_is_heard_no_more_and_then_dropped(void **state)
+{
+    fixture_t *f = *state;
+    int socket = join_in(f);
+    xpw_Envelope wrong = hello_of(f, xpw_Role_ROLE_INSTANCE, "nobody");
+    for (int i = 0; i < 5; i++)
+        assert_int_equal(wire_send(socket, &wrong, NULL, 0), XP_OK);
+    expect(socket, xpw_Envelope_refused_tag, NULL);
+    wire_descriptors_t fds;
+    assert_int_equal(next(socket, &fds, 4000).which_body, 0); /* closed, without a second answer */
+    close(socket);
+    assert_string_equal(check(f).state, "REGISTERING");
+}
+
+static void verdicts_come_apart(void **state)
+{
+    fixture_t *f = *state;
+    xpw_Verdict verdict = check(f);
+    assert_false(verdict.fabric_executable || verdict.system_ready || verdict.serving_healthy);
+    assert_true(has_reason(&verdict, "atnagent cpu:0 is not registered"));
+    assert_true(has_reason(&verdict, "ffnagent cpu:1 is not registered"));
+    assert_true(has_reason(&verdict, "model m"));
+
+    int atn, ffn;
+    agents(f, &atn, &ffn);
+    verdict = check(f);
+    assert_true(verdict.fabric_executable);
+    assert_false(verdict.system_ready);
+    assert_false(verdict.serving_healthy);
+    assert_string_equal(verdict.state, "EXECUTABLE");
+
+    int instance = say_hello(f, xpw_Role_ROLE_INSTANCE, "m");
+    xpw_Admitted admitted = expect(instance, xpw_Envelope_admitted_tag, NULL).body.admitted;
+    assert_int_equal(admitted.hidden, 192);
+    assert_int_equal(admitted.max_rows, f->plan->models[0].max_rows);
+    transport_geometry_t geometry = {.hidden = admitted.hidden,
+                                     .max_rows = admitted.max_rows,
+                                     .dtype = XP_DTYPE_F32,
+                                     .dp_size = 1};
+    transport_client_t *client;
+    assert_int_equal(transport_client_create(&geometry, 0, &client), XP_OK);
+    xpw_Envelope offer = {.which_body = xpw_Envelope_arena_offer_tag};
+    offer.body.arena_offer.hidden = geometry.hidden;
+    offer.body.arena_offer.max_rows = geometry.max_rows;
+    offer.body.arena_offer.dtype = XP_DTYPE_F32;
+    int arena = transport_client_fd(client);
+    assert_int_equal(wire_send(instance, &offer, &arena, 1), XP_OK);
+    wire_descriptors_t fds;
+    xpw_ArenaAttach attach = expect(atn, xpw_Envelope_arena_attach_tag, &fds).body.arena_attach;
+    assert_int_equal(fds.count, 1);
+    wire_descriptors_close(&fds);
+    xpw_Envelope attached = {.which_body = xpw_Envelope_arena_attached_tag};
+    attached.body.arena_attached.lease = attach.lease + 1; /* of another attachment: ignored */
+    assert_int_equal(wire_send(atn, &attached, NULL, 0), XP_OK);
+    verdict = check(f);
+    assert_true(has_reason(&verdict, "waiting for its AtnAgent"));
+    attached.body.arena_attached.lease = attach.lease;
+    assert_int_equal(wire_send(atn, &attached, NULL, 0), XP_OK);
+    expect(instance, xpw_Envelope_attached_tag, NULL);
+    expect(instance, xpw_Envelope_initialize_tag, NULL);
+    xpw_Envelope initialized = {.which_body = xpw_Envelope_initialized_tag};
+    strcpy(initialized.body.initialized.host, "127.0.0.1");
+    initialized.body.initialized.port = 9; /* nobody answers there */
+    assert_int_equal(wire_send(instance, &initialized, NULL, 0), XP_OK);
+    sleep_ms(200);
+    verdict = check(f);
+    assert_true(verdict.fabric_executable && verdict.system_ready);
+    assert_false(verdict.serving_healthy); /* its own HTTP did not answer */
+    assert_string_equal(verdict.state, "READY");
+
+    /* The Instance leaves without a word: its model is named, the rest stands, the arena is closed.
+     */
+    close(instance);
+    expect(atn, xpw_Envelope_arena_detach_tag, NULL);
+    verdict = check(f);
+    assert_true(verdict.fabric_executable);
+    assert_false(verdict.system_ready);
+    assert_true(has_reason(&verdict, "died"));
+    float row[192] = {0};
+    transport_request_t request = {.rows = 1};
+    transport_tensor_t tensor = {row, XP_DTYPE_F32, 2, 1, 192, 192};
+    assert_int_equal(transport_client_put(client, &request, &tensor), XP_CLOSED);
+    transport_client_destroy(client);
+    close(atn);
+    close(ffn);
+}
+
+static void the_first_failure_is_told_to_all_and_ends_the_daemon_with_1(void **state)
+{
+    fixture_t *f = *state;
+    int atn, ffn;
+    agents(f, &atn, &ffn);
+    xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag};
+    strcpy(report.body.fail_report.what, "the first reason");
+    assert_int_equal(wire_send(ffn, &report, NULL, 0), XP_OK);
+    strcpy(report.body.fail_report.what, "a later reason");
+    assert_int_equal(wire_send(atn, &report, NULL, 0), XP_OK);
+    xpw_Failure a = expect(atn, xpw_Envelope_failure_tag, NULL).body.failure;
+    xpw_Failure b = expect(ffn, xpw_Envelope_failure_tag, NULL).body.failure;
+    assert_string_equal(a.what, b.what);
+    assert_string_equal(a.when, b.when);
+    assert_string_equal(a.who, b.who);
+    assert_non_null(strstr(a.what, "reason"));
+    close(atn);
+    close(ffn);
+    assert_int_equal(exit_code(f), 1);
+}
+
+static void last_words_count_more_than_the_death(void **state)
+{
+    fixture_t *f = *state;
+    int atn, ffn;
+    agents(f, &atn, &ffn);
+    xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag};
+    strcpy(report.body.fail_report.what, "cannot read tensor x");
+    assert_int_equal(wire_send(ffn, &report, NULL, 0), XP_OK);
+    close(ffn);
+    assert_string_equal(expect(atn, xpw_Envelope_failure_tag, NULL).body.failure.what,
+                        "cannot read tensor x");
+    close(atn);
+    assert_int_equal(exit_code(f), 1);
+}
+
+static void an_ordered_end_asks_everyone_and_exits_0(void **state)
+{
+    fixture_t *f = *state;
+    int atn, ffn;
+    agents(f, &atn, &ffn);
+    kill(f->daemon, SIGTERM);
+    int all[2] = {atn, ffn};
+    for (int i = 0; i < 2; i++) {
+        xpw_Envelope stop = expect(all[i], xpw_Envelope_stop_tag, NULL);
+        assert_int_equal(stop.body.stop.phase, xpw_StopPhase_STOP_FINALIZE);
+        simple(all[i], xpw_Envelope_bye_tag);
+        close(all[i]);
+    }
+    assert_int_equal(exit_code(f), 0);
+}
+
+static void an_instance_that_never_starts_serving_is_dropped_by_its_deadline(void **state)
+{
+    fixture_t *f = *state;
+    int atn, ffn;
+    agents(f, &atn, &ffn);
+    /* A process of its own, since the daemon kills it. */
+    pid_t child = fork();
+    if (child == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        say_hello(f, xpw_Role_ROLE_INSTANCE, "m");
+        for (;;)
+            pause();
+    }
+    int status = 0;
+    pid_t ended = 0;
+    for (int i = 0; i < 600 && !ended; i++) {
+        ended = waitpid(child, &status, WNOHANG);
+        sleep_ms(10);
+    }
+    assert_int_equal(ended, child);
+    assert_true(WIFSIGNALED(status));
+    xpw_Verdict verdict = check(f);
+    assert_true(has_reason(&verdict, "deadlines.startup"));
+    close(atn);
+    close(ffn);
+}
+
+static void agents_that_never_register_fail_the_generation(void **state)
+{
+    fixture_t *f = *state;
+    int atn = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
+    xpw_Failure failure = expect(atn, xpw_Envelope_failure_tag, NULL).body.failure;
+    assert_non_null(strstr(failure.what, "deadlines.registration"));
+    assert_non_null(strstr(failure.what, "ffnagent cpu:1 is not registered"));
+    close(atn);
+    assert_int_equal(exit_code(f), 1);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(what_is_refused_says_why, setup, teardown),
+        cmocka_unit_test_setup_teardown(a_refused_peer_is_heard_no_more_and_then_dropped, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(verdicts_come_apart, setup, teardown),
+        cmocka_unit_test_setup_teardown(the_first_failure_is_told_to_all_and_ends_the_daemon_with_1,
+                                        setup, teardown),
+        cmocka_unit_test_setup_teardown(last_words_count_more_than_the_death, setup, teardown),
+        cmocka_unit_test_setup_teardown(an_ordered_end_asks_everyone_and_exits_0, setup, teardown),
+        cmocka_unit_test_setup_teardown(
+            an_instance_that_never_starts_serving_is_dropped_by_its_deadline, setup_short,
+            teardown),
+        cmocka_unit_test_setup_teardown(agents_that_never_register_fail_the_generation, setup_short,
+                                        teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
