@@ -100,10 +100,9 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         on_attach(self, &envelope->body.arena_attach, fds);
         break;
     case xpw_Envelope_arena_detach_tag:
-        /* The service drops an arena by itself when its Instance closed it. */
         if (self->service && fabric_atn_detach(self->service, envelope->body.arena_detach.instance,
                                                envelope->body.arena_detach.rank) != XP_OK)
-            xp_log_debug("arena already gone: %s", xp_error_last()->text);
+            xp_log_error("cannot detach an arena");
         break;
     default:
         xp_log_warn("ignored %s", wire_body_name(envelope->which_body));

@@ -110,6 +110,8 @@ static xp_status_t load_job(void *context)
         .memory_bytes = self->memory_bytes,
         .zero_output = zero && strcmp(zero, "1") == 0,
     };
+    if (runtime_config.zero_output)
+        xp_log_warn("XPOOL_TEST_ZERO_FFN is set: every FFN result is zero, the text is garbage");
     plan_widths(self, &runtime_config.max_rows);
     XP_TRY(ffn_runtime_create(&runtime_config, &self->runtime));
     for (uint32_t w = 0; w < self->plan->weights_count; w++) {

@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "control/participant.h"
 #include "engine/engine.h"
+#include "fabric/plan.h"
 #include "http/instance_server.h"
 #include "kernels/kernels.h"
 #include "model/spec.h"
@@ -27,7 +28,6 @@
 
 #define STATS_PERIOD_MS 500
 #define DRAIN_PERIOD_MS 20
-#define WAIT_SLACK_NS   (2 * XP_NS_PER_S) /* past the Fabric's own limit on one Invocation */
 #define INSTANCE_HOST   "127.0.0.1"
 #define QUEUE_PER_ROW   8 /* waiting requests allowed for each decode row */
 
@@ -68,7 +68,8 @@ static xp_status_t ffn_call(void *context, uint32_t layer, uint32_t rows, uint32
                                 .row_stride = self->admitted.hidden};
     transport_tensor_t output = input;
     output.data = out;
-    uint64_t deadline = xp_monotonic_ns() + self->admitted.submission_timeout_ns + WAIT_SLACK_NS;
+    uint64_t deadline =
+        xp_monotonic_ns() + fabric_plan_caller_patience_ns(self->admitted.submission_timeout_ns);
     xp_status_t status =
         transport_client_call(self->transport, &request, &input, &output, deadline);
     if (status != XP_OK && !atomic_load(&self->ffn_failed)) {

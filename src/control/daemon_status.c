@@ -92,13 +92,14 @@ static json_t *counters_json(const daemon_t *daemon, uint32_t pe)
 {
     fabric_pe_counters_t c;
     fabric_counters(daemon->fabric, pe, &c);
-    return json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "submissions",
+    return json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "submissions",
                      (json_int_t)c.submissions, "invocations", (json_int_t)c.invocations, "rows",
                      (json_int_t)c.rows, "eager", (json_int_t)c.eager, "long",
                      (json_int_t)c.longform, "abandoned", (json_int_t)c.abandoned, "busy_ns",
                      (json_int_t)c.busy_ns, "queue_ns", (json_int_t)c.queue_ns, "sleeps",
                      (json_int_t)c.sleeps, "spins", (json_int_t)c.spins, "lanes_leased",
-                     (json_int_t)c.lanes_leased, "lanes_peak", (json_int_t)c.lanes_peak);
+                     (json_int_t)c.lanes_leased, "lanes_peak", (json_int_t)c.lanes_peak,
+                     "lanes_in_use", (json_int_t)c.lanes_in_use);
 }
 
 static json_t *agent_json(const daemon_t *daemon, const plan_device_t *device,
@@ -291,7 +292,9 @@ static void on_metrics(struct evhttp_request *request, void *context)
          offsetof(fabric_pe_counters_t, busy_ns)},
         {"xpool_fabric_queue_nanoseconds_total", "counter", "Submission to Lane, summed",
          offsetof(fabric_pe_counters_t, queue_ns)},
-        {"xpool_fabric_lanes_leased", "gauge", "Executor Lanes in use",
+        {"xpool_fabric_lanes_in_use", "gauge", "Executor Lanes in use",
+         offsetof(fabric_pe_counters_t, lanes_in_use)},
+        {"xpool_fabric_lanes_leased_total", "counter", "Leases of Executor Lanes",
          offsetof(fabric_pe_counters_t, lanes_leased)},
         {"xpool_fabric_lanes_peak", "gauge", "Most Executor Lanes ever in use at once",
          offsetof(fabric_pe_counters_t, lanes_peak)},
