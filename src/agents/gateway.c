@@ -92,7 +92,8 @@ int gateway_run(const config_t *config)
     gateway_t *self = calloc(1, sizeof(*self));
     if (!self)
         return 1;
-    participant_handlers_t handlers = {.message = on_message, .stop = on_stop, .context = self};
+    participant_handlers_t handlers = {
+        .message = on_message, .stop = on_stop, .context = self, .linger_ms = 150};
     self->stop_limit_ns = (uint64_t)(config->deadlines.stop * (double)XP_NS_PER_S);
     http_gateway_config_t http = {
         .host = self->host,

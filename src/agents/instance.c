@@ -30,6 +30,8 @@
 #define DRAIN_PERIOD_MS 20
 #define INSTANCE_HOST   "127.0.0.1"
 #define QUEUE_PER_ROW   8 /* waiting requests allowed for each decode row */
+#define QUEUE_LEAST     128
+#define FLUSH_NS        (500 * XP_NS_PER_MS) /* for the last words of aborted requests */
 
 typedef struct instance {
     const config_t *config;
@@ -45,7 +47,7 @@ typedef struct instance {
     http_instance_t *http;
     worker_t loader, warmer;
     struct event *on_stats, *on_drain;
-    bool loaded, attached, told_to_initialize, serving, draining;
+    bool loaded, attached, told_to_initialize, serving, draining, flushing;
     uint64_t drain_deadline_ns;
     atomic_bool ffn_failed;
     char ffn_error[XP_ERROR_TEXT_MAX]; /* written before ffn_failed is set */
@@ -101,7 +103,9 @@ static xp_status_t load_job(void *context)
         .max_context = self->admitted.max_context,
         .kv_tokens = self->admitted.kv_tokens,
         .prefix_cache = !getenv("XPOOL_TEST_NO_PREFIX_CACHE"),
-        .queue_limit = model->decode_rows * QUEUE_PER_ROW,
+        .queue_limit = model->decode_rows * QUEUE_PER_ROW > QUEUE_LEAST
+                           ? model->decode_rows * QUEUE_PER_ROW
+                           : QUEUE_LEAST,
         .queue_timeout_ns = (uint64_t)(self->config->deadlines.queue * (double)XP_NS_PER_S),
         .request_timeout_ns = (uint64_t)(self->config->deadlines.request * (double)XP_NS_PER_S),
         .ttft_ns = (uint64_t)(model->slo.ttft_ms * (double)XP_NS_PER_MS),
@@ -142,6 +146,7 @@ static xp_status_t warm_job(void *context)
 }
 
 static void warm_done(void *context, xp_status_t status, const char *error);
+static void on_stats(evutil_socket_t fd, short events, void *context);
 
 static void maybe_warm(instance_t *self)
 {
@@ -203,6 +208,7 @@ static void warm_done(void *context, xp_status_t status, const char *error)
     initialized->max_context = engine_max_context(self->engine);
     participant_send(self->participant, &envelope, NULL, 0);
     xp_log_info("serving on http://%s:%u", INSTANCE_HOST, initialized->port);
+    on_stats(-1, 0, self);
 }
 
 /* ---- periodic ---------------------------------------------------------------------------------
@@ -254,8 +260,14 @@ static void on_drain(evutil_socket_t fd, short events, void *context)
     uint32_t open = self->http ? http_instance_open_requests(self->http) : 0;
     if (open && xp_monotonic_ns() < self->drain_deadline_ns)
         return;
-    if (open)
+    if (open && !self->flushing) {
+        /* Their clients are told: the engine aborts them, and the answers get a moment to leave. */
         xp_log_warn("%u request(s) were still open when the drain deadline passed", open);
+        self->flushing = true;
+        self->drain_deadline_ns = xp_monotonic_ns() + FLUSH_NS;
+        engine_stop(self->engine, xp_monotonic_ns());
+        return;
+    }
     participant_bye(self->participant, "drained");
 }
 
@@ -389,7 +401,7 @@ int instance_run(const config_t *config, const char *model_id)
      * the process. */
     if (exit_code != 0 || !worker_join(&self->loader, 0) || !worker_join(&self->warmer, 0))
         _exit(exit_code);
-    if (self->serving)
+    if (self->serving && !self->flushing)
         engine_stop(self->engine, xp_monotonic_ns());
     worker_fini(&self->loader);
     worker_fini(&self->warmer);

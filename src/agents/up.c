@@ -36,7 +36,7 @@ typedef struct up {
     const config_t *config;
     up_child_t children[UP_MAX_CHILDREN];
     uint32_t count;
-    bool stopping, failed, ready, interrupted;
+    bool stopping, failed, ready, interrupted, killed;
     uint64_t kill_at_ns; /* 0 = no force yet */
     int exit_code;
     char last_reason[256];
@@ -178,6 +178,18 @@ static void report_failure(up_t *up, const up_child_t *child, const char *how)
     client_ask(up->config, "up", &report, xpw_Envelope_failure_tag, 300 * XP_NS_PER_MS, &answer);
 }
 
+/* An ordered end that somebody else asked for (`xpool down`): the daemon judges it, not we. */
+static bool daemon_is_stopping(up_t *up)
+{
+    xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+    if (client_ask(up->config, "up", &question, xpw_Envelope_verdict_tag, 300 * XP_NS_PER_MS,
+                   &answer) == XP_OK)
+        up->stopping = strcmp(answer.body.verdict.state, "QUIESCING") == 0 ||
+                       strcmp(answer.body.verdict.state, "DRAINING") == 0 ||
+                       strcmp(answer.body.verdict.state, "FINALIZING") == 0;
+    return up->stopping;
+}
+
 static void child_ended(up_t *up, up_child_t *child, int wait_status)
 {
     char how[96];
@@ -194,7 +206,7 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
         if (!clean) {
             up->exit_code = 1;
             up->failed = true;
-            if (WIFSIGNALED(wait_status))
+            if (WIFSIGNALED(wait_status) && !up->killed)
                 xp_log_err("canonical failure: daemon: its process (pid %d) %s", (int)pid, how);
         }
         begin_force(up, UP_GRACE_NS);
@@ -202,8 +214,8 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
     }
     if (clean)
         return;
-    if (up->stopping || up->failed) {
-        up->exit_code = 1;
+    if (up->stopping || up->failed || daemon_is_stopping(up)) {
+        up->exit_code = up->exit_code == 130 ? 130 : 1;
         return;
     }
     xp_log_warn("%s %s (pid %d) %s", child_role(child), child->name, (int)pid, how);
@@ -275,6 +287,7 @@ static void on_stop_signal(up_t *up, int signal_number)
 {
     if (up->interrupted) {
         xp_log_warn("second signal: killing everything at once");
+        up->killed = true;
         signal_all(up, SIGKILL);
         up->exit_code = 130;
         return;
@@ -333,6 +346,7 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
                                (int)up->children[i].pid);
                     up->exit_code = 1;
                 }
+            up->killed = true;
             signal_all(up, SIGKILL);
             up->kill_at_ns = now + XP_NS_PER_S;
         }

@@ -152,9 +152,11 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out)
         else
             add_reason(&verdict, "ffnagent %s loads weights: %.0f of %.0f MiB%s%s",
                        daemon->config->ffn[f].name, (double)agent->progress_done / 1048576.0,
-                       (double)agent->progress_total / 1048576.0,
+                       (double)daemon->planned->ffn[f].weight_bytes / 1048576.0,
                        agent->progress_what[0] ? ", " : "", agent->progress_what);
     }
+    if (daemon->gateway_seen && !daemon->gateway)
+        add_reason(&verdict, "the gateway has gone; start it again with `xpool gateway`");
     verdict.serving_healthy = verdict.fabric_executable;
     for (uint32_t i = 0; i < daemon->config->model_count; i++) {
         const daemon_instance_t *instance = &daemon->instances[i];
@@ -400,11 +402,14 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         daemon_fail(daemon, "daemon", what);
         return;
     }
-    /* Whoever is left did not end by itself. */
+    /* Whoever was told to end and has not is named and killed. While Instances drain, that is they;
+     * the others only waited for them and still end in order. */
+    bool draining = daemon->state == DAEMON_DRAINING;
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
         daemon_participant_t *participant = &daemon->participants[i];
         if (!participant->used || participant->role == xpw_Role_ROLE_CLIENT ||
-            participant->role == xpw_Role_ROLE_NONE || participant->was_killed)
+            participant->role == xpw_Role_ROLE_NONE || participant->was_killed ||
+            (draining && participant->role != xpw_Role_ROLE_INSTANCE))
             continue;
         char who[160];
         daemon_participant_describe(participant, who, sizeof(who));
@@ -415,12 +420,17 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         daemon->forced = true;
         daemon_participant_kill(participant);
     }
+    if (draining && daemon->kill_rounds == 0) {
+        daemon->kill_rounds++;
+        set_deadline(daemon, daemon->config->deadlines.stop);
+        return; /* their deaths continue the stop */
+    }
     if (daemon->state < DAEMON_FINALIZING)
         set_state(daemon, DAEMON_FINALIZING);
     /* A killed process's socket closes at once; should the kernel need longer, do not wait on it.
      */
     static const double grace_after_kill_s = 2;
-    if (daemon->kill_rounds++ == 0)
+    if (daemon->kill_rounds++ <= 1)
         set_deadline(daemon, grace_after_kill_s);
     else
         event_base_loopbreak(daemon->base);

@@ -157,8 +157,9 @@ static void participant_gone(daemon_participant_t *participant)
     case xpw_Role_ROLE_GATEWAY:
         daemon->gateway = NULL;
         daemon->gateway_port = 0;
-        if (!ordered && !stopping)
-            xp_log_warn("%s died; start it again with `xpool gateway`", who);
+        if (!stopping)
+            xp_log_warn("%s %s; start it again with `xpool gateway`", who,
+                        ordered ? "was stopped" : "died");
         break;
     default:
         break;
@@ -368,6 +369,7 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
             return;
         }
         daemon->gateway = participant;
+        daemon->gateway_seen = true;
         for (uint32_t i = 0; i < daemon->config->model_count; i++)
             daemon_send_backend(daemon, &daemon->instances[i]);
         break;

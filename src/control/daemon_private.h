@@ -101,6 +101,7 @@ struct daemon {
     daemon_instance_t instances[CONFIG_MAX_MODELS];
     char gateway_host[64];
     uint32_t gateway_port;
+    bool gateway_seen; /* one was there: its absence is then a fault */
     xpw_GatewayStats gateway_stats;
     uint64_t next_lease, started_ns, ready_ns;
     /* the canonical failure */

@@ -39,6 +39,18 @@ void participant_bind_to_parent(void)
         raise(SIGKILL);
 }
 
+static void end_after_failure(participant_t *self)
+{
+    if (!self->handlers.linger_ms) {
+        participant_end(self, 1);
+        return;
+    }
+    self->ending = true;
+    self->exit_code = 1;
+    struct timeval linger = {.tv_usec = self->handlers.linger_ms * 1000};
+    event_base_loopexit(self->base, &linger);
+}
+
 static void on_message(void *context, wire_channel_t *channel, const xpw_Envelope *envelope,
                        wire_descriptors_t *fds)
 {
@@ -63,7 +75,7 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
                    failure->when);
         if (self->handlers.failed)
             self->handlers.failed(self->handlers.context);
-        participant_end(self, 1);
+        end_after_failure(self);
         return;
     }
     case xpw_Envelope_stop_tag:
@@ -87,7 +99,7 @@ static void on_closed(void *context, wire_channel_t *channel, xp_status_t status
                    xp_error_last()->text);
     if (self->handlers.failed)
         self->handlers.failed(self->handlers.context);
-    participant_end(self, 1);
+    end_after_failure(self);
 }
 
 static void on_signal(evutil_socket_t signal_number, short events, void *context)

@@ -25,6 +25,9 @@ typedef struct participant_handlers {
      * Release what others could wait for (close arenas); must not block. May be NULL. */
     void (*failed)(void *context);
     void *context;
+    /* After a failure the loop runs on for so long, so that clients are told (Gateway); 0 = at
+     * once. */
+    uint32_t linger_ms;
 } participant_handlers_t;
 
 /* Connects (retrying until deadlines.registration), sends Hello, installs SIGTERM and SIGINT

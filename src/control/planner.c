@@ -15,8 +15,9 @@
 #include "fabric/fabric.h"
 #include "model/checkpoint.h"
 
-#define PLANNER_MIN_CONTEXT  128  /* an Instance that cannot hold this many tokens is refused */
-#define PLANNER_CLOCK_STRIDE 4096 /* search nodes between looks at the clock */
+#define PLANNER_MIN_CONTEXT   128  /* an Instance that cannot hold this many tokens is refused */
+#define PLANNER_LEAST_CONTEXT 16u  /* a configured context below this is a mistake */
+#define PLANNER_CLOCK_STRIDE  4096 /* search nodes between looks at the clock */
 
 /* ---- placement --------------------------------------------------------------------------------
  */
@@ -187,6 +188,11 @@ static xp_status_t plan_one_model(const config_t *config, uint32_t index, plan_r
                          model->id, model->max_context, planned->spec.max_positions);
         goto done;
     }
+    if (planned->max_context < PLANNER_LEAST_CONTEXT) {
+        status = xp_fail(XP_INVALID, "models[%s].max_context: %u tokens; at least %u are needed",
+                         model->id, planned->max_context, PLANNER_LEAST_CONTEXT);
+        goto done;
+    }
     planned->kv_bytes_per_token = model_kv_bytes_per_token(&planned->spec, XP_DTYPE_F32);
     planned->attention_bytes = engine_weight_bytes(&planned->spec, checkpoint, model->dtype);
     const config_device_t *device = &config->atn[planned->atn_index];
@@ -213,8 +219,8 @@ static xp_status_t plan_kv(const config_t *config, plan_result_t *result)
         if (taken > device->budget_bytes)
             return xp_fail(XP_NO_MEMORY,
                            "attention device %s: weights, workspaces and arenas need %s of its %s; "
-                           "raise devices.\"%s\".memory, lower prefill_rows, or move models to "
-                           "another device",
+                           "raise devices.\"%s\".memory, lower its threads or the models' "
+                           "prefill_rows, or move models to another device",
                            device->device->name, human(taken, need),
                            human(device->budget_bytes, have), device->device->name);
         uint64_t left = device->budget_bytes - taken;
@@ -256,8 +262,15 @@ static xp_status_t plan_kv(const config_t *config, plan_result_t *result)
             uint32_t floor = configured->kv_floor_tokens > PLANNER_MIN_CONTEXT
                                  ? configured->kv_floor_tokens
                                  : PLANNER_MIN_CONTEXT;
-            if (floor > model->max_context)
+            if (!configured->kv_floor_tokens && floor > model->max_context)
                 floor = model->max_context;
+            if (configured->kv_ceiling_tokens && configured->kv_ceiling_tokens < floor)
+                return xp_fail(
+                    XP_INVALID,
+                    "models[%s].kv_ceiling_tokens: %u tokens are below the floor of %u (%s)",
+                    configured->id, configured->kv_ceiling_tokens, floor,
+                    configured->kv_floor_tokens ? "kv_floor_tokens"
+                                                : "the least an Instance can work with");
             if (model->kv_tokens < floor)
                 return xp_fail(XP_NO_MEMORY,
                                "models[%s]: %s of attention device %s are left for its KV Cache, "

@@ -74,6 +74,13 @@ static void list_models(const http_gateway_t *gateway, char *out, size_t out_byt
     }
 }
 
+static void reply_unavailable(http_request_t *request, const gateway_backend_t *backend)
+{
+    http_reply_problem(request, 503, "model_unavailable", "model", "model %s is %s%s%s",
+                       backend->model, state_name(backend->state), backend->reason[0] ? ": " : "",
+                       backend->reason);
+}
+
 static void reply_unknown_model(http_gateway_t *gateway, http_request_t *request, const char *id)
 {
     char models[512];
@@ -102,9 +109,7 @@ static void route_to(http_gateway_t *gateway, http_request_t *request, const cha
         return;
     }
     if (backend->state != HTTP_BACKEND_UP) {
-        http_reply_problem(request, 503, "model_unavailable", "model", "model %s is %s%s%s",
-                           backend->model, state_name(backend->state),
-                           backend->reason[0] ? ": " : "", backend->reason);
+        reply_unavailable(request, backend);
         return;
     }
     gateway_exchange_start(gateway, backend, request);
@@ -137,24 +142,23 @@ static void write_model(const gateway_backend_t *backend, http_text_t *text)
 {
     http_text_puts(text, "{\"id\":");
     http_text_json_string(text, backend->model);
-    http_text_printf(text, ",\"object\":\"model\",\"created\":%lld,\"owned_by\":\"xpool\"}",
-                     (long long)backend->created);
+    http_text_printf(text,
+                     ",\"object\":\"model\",\"created\":%lld,\"owned_by\":\"xpool\","
+                     "\"state\":\"%s\"}",
+                     (long long)backend->created, state_name(backend->state));
 }
 
+/* Every model, also those that are not up: a client sees what is configured and in which state. */
 static void models_path(http_gateway_t *gateway, http_request_t *request)
 {
     http_text_t *text = &gateway->text;
     gateway_backend_t *backend;
-    bool comma = false;
     http_text_clear(text);
     http_text_puts(text, "{\"object\":\"list\",\"data\":[");
     TAILQ_FOREACH(backend, &gateway->backends, entry)
     {
-        if (backend->state != HTTP_BACKEND_UP)
-            continue;
-        if (comma)
+        if (backend != TAILQ_FIRST(&gateway->backends))
             http_text_puts(text, ",");
-        comma = true;
         write_model(backend, text);
     }
     http_text_puts(text, "]}\n");
@@ -168,9 +172,7 @@ static void model_path(http_gateway_t *gateway, http_request_t *request)
     if (!backend) {
         reply_unknown_model(gateway, request, id);
     } else if (backend->state != HTTP_BACKEND_UP) {
-        http_reply_problem(request, 404, "model_unavailable", "model", "model %s is %s%s%s",
-                           backend->model, state_name(backend->state),
-                           backend->reason[0] ? ": " : "", backend->reason);
+        reply_unavailable(request, backend);
     } else {
         http_text_clear(&gateway->text);
         write_model(backend, &gateway->text);
@@ -411,7 +413,8 @@ void http_gateway_quiesce(http_gateway_t *gateway)
 
 uint32_t http_gateway_open_requests(const http_gateway_t *gateway)
 {
-    return gateway->open;
+    /* The client of every exchange is among them. */
+    return http_server_open_answers(gateway->server);
 }
 
 void http_gateway_stats(const http_gateway_t *gateway, http_gateway_stats_t *stats_out)

@@ -70,6 +70,7 @@ void http_gateway_remove_backend(http_gateway_t *gateway, const char *model_id);
 
 /* New requests get 503 from now on; open ones go on. */
 void http_gateway_quiesce(http_gateway_t *gateway);
+/* Requests being answered, and answers not wholly sent to their client yet. */
 uint32_t http_gateway_open_requests(const http_gateway_t *gateway);
 void http_gateway_stats(const http_gateway_t *gateway, http_gateway_stats_t *stats_out);
 #endif

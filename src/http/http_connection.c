@@ -555,6 +555,12 @@ bool http_connection_is_idle(const connection_t *connection)
            !evbuffer_get_length(connection_output(connection));
 }
 
+bool http_connection_is_answering(const connection_t *connection)
+{
+    return connection->state == CONNECTION_HANDLING ||
+           evbuffer_get_length(connection_output(connection)) > 0;
+}
+
 void http_connection_start(http_server_t *server, evutil_socket_t fd)
 {
     int on = 1;

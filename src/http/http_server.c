@@ -195,6 +195,14 @@ void http_server_stats(const http_server_t *server, http_server_stats_t *stats_o
     *stats_out = server->stats;
 }
 
+uint32_t http_server_open_answers(const http_server_t *server)
+{
+    uint32_t count = 0;
+    for (const connection_t *c = server->connections; c; c = c->next)
+        count += http_connection_is_answering(c);
+    return count;
+}
+
 void http_server_quiesce(http_server_t *server)
 {
     server->quiescing = true;

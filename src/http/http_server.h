@@ -57,6 +57,9 @@ xp_status_t http_server_create(const http_server_config_t *config, struct event_
 void http_server_destroy(http_server_t *server);
 uint16_t http_server_port(const http_server_t *server);
 void http_server_stats(const http_server_t *server, http_server_stats_t *stats_out);
+/* Requests being handled, and answers of which bytes wait for their client. When this is 0 the
+ * process may end without cutting an answer off: what is left is the kernel's to deliver. */
+uint32_t http_server_open_answers(const http_server_t *server);
 /* After the response in progress every connection is closed. */
 void http_server_quiesce(http_server_t *server);
 

@@ -77,4 +77,6 @@ void http_connection_kill(connection_t *connection);
 void http_connection_free(connection_t *connection);
 /* True while it waits between requests with nothing left to send. */
 bool http_connection_is_idle(const connection_t *connection);
+/* True while a request is handled or bytes of an answer wait to be sent. */
+bool http_connection_is_answering(const connection_t *connection);
 #endif

@@ -19,6 +19,10 @@
 
 #include "base/log.h"
 
+/* How the engine's text begins when its FFN side is lost and it takes no more requests; and what
+ * the text of a request says that ended in the queue. The events carry no other sign. */
+#define FFN_LOST_TEXT     "the FFN call failed"
+#define QUEUE_LIMIT_TEXT  "queue time limit"
 #define NORMALIZER_SHRINK 4u /* bytes of text for each byte left, at most */
 
 static instance_sequence_t **bucket_of(http_instance_t *instance, uint64_t request)
@@ -478,18 +482,18 @@ static void job_fail_finish(instance_job_t *job, const engine_event_t *event)
                           instance->model_id, text[0] ? ": " : "", text);
         break;
     case ENGINE_FINISH_TIMEOUT:
-        if (event->completion_tokens == 0)
-            instance_job_fail(job, 503, "queue_timeout",
-                              "the request waited longer than the queue's time limit of model %s",
-                              instance->model_id);
+        if (strstr(text, QUEUE_LIMIT_TEXT))
+            instance_job_fail(job, 503, "queue_timeout", "model %s: %s", instance->model_id, text);
         else
-            instance_job_fail(job, 504, NULL, "the request ran longer than its time limit");
+            instance_job_fail(job, 504, NULL, "model %s: %s", instance->model_id,
+                              text[0] ? text : "the request took longer than its time limit");
         break;
     default:
-        snprintf(instance->engine_error, sizeof(instance->engine_error), "%s",
-                 text[0] ? text : "the engine failed");
+        /* One request's own failure, of the sampler or the text, leaves the model healthy. */
+        if (!strncmp(text, FFN_LOST_TEXT, strlen(FFN_LOST_TEXT)))
+            snprintf(instance->engine_error, sizeof(instance->engine_error), "%s", text);
         instance_job_fail(job, 500, NULL, "model %s failed: %s", instance->model_id,
-                          instance->engine_error);
+                          text[0] ? text : "no reason known");
         break;
     }
 }

@@ -80,7 +80,7 @@ struct http_instance {
     uint64_t id_seed, id_next;
     uint64_t rejected, disconnected;
     bool quiescing;
-    char engine_error[256]; /* "" while the engine works */
+    char engine_error[256]; /* "" while the engine takes requests */
 };
 
 /* instance_job.c */

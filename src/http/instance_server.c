@@ -238,5 +238,11 @@ void http_instance_quiesce(http_instance_t *instance)
 
 uint32_t http_instance_open_requests(const http_instance_t *instance)
 {
-    return instance->job_count;
+    const instance_job_t *job;
+    uint32_t count = http_server_open_answers(instance->server);
+    TAILQ_FOREACH(job, &instance->jobs, entry)
+    {
+        count += !job->request; /* the others are among the server's */
+    }
+    return count;
 }

@@ -42,6 +42,7 @@ void http_instance_destroy(http_instance_t *instance);
 uint16_t http_instance_port(const http_instance_t *instance);
 /* New requests get 503 from now on; open ones go on. */
 void http_instance_quiesce(http_instance_t *instance);
-/* Requests not answered yet, and cancelled ones whose last engine event has not come. */
+/* Requests being answered, answers not wholly sent to their client yet, and cancelled requests
+ * whose last engine event has not come. */
 uint32_t http_instance_open_requests(const http_instance_t *instance);
 #endif

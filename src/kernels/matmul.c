@@ -111,6 +111,25 @@ static void matmul_tile(const kernels_ops_t *ops, uint32_t rows, uint32_t panels
     }
 }
 
+/* Few enough rows for decoding and multiplying in one pass: whole packed panels of one block of
+ * columns. Returns the first output column not done. */
+static uint32_t matmul_fused(const kernels_ops_t *ops, const kernels_matrix_t *w, uint32_t rows,
+                             uint32_t k0, uint32_t count, float *x, float *y, size_t y_stride,
+                             uint32_t first, uint32_t last)
+{
+    size_t panel_bytes = xp_dtype_row_bytes(w->dtype, w->columns) * KERNELS_PANEL;
+    uint32_t end = last / KERNELS_PANEL, panel = first / KERNELS_PANEL;
+    if (end > w->rows / KERNELS_PANEL)
+        end = w->rows / KERNELS_PANEL;
+    if (!w->packed || rows > ops->fused_rows || end <= panel)
+        return first;
+    for (uint32_t r = rows; r < ops->fused_rows; r++) /* computed, never stored: ordinary numbers */
+        memcpy(x + (size_t)r * KERNELS_X_STRIDE, x, count * sizeof(float));
+    ops->fused(w->dtype, (const uint8_t *)w->data + panel * panel_bytes, panel_bytes, end - panel,
+               k0, count, rows, x, y, y_stride);
+    return end * KERNELS_PANEL;
+}
+
 static void matmul_gemm(const kernels_ops_t *ops, const kernels_matrix_t *w,
                         const matmul_input_t *input, float *y, size_t y_stride, uint32_t first,
                         uint32_t last, void *scratch)
@@ -129,7 +148,9 @@ static void matmul_gemm(const kernels_ops_t *ops, const kernels_matrix_t *w,
             for (uint32_t r = 0; r < rows; r++)
                 memcpy(x_copy + (size_t)r * KERNELS_X_STRIDE, matmul_row(input, r0 + r) + k0,
                        count * sizeof(float));
-            for (uint32_t n = first; n < last;) {
+            uint32_t n =
+                matmul_fused(ops, w, rows, k0, count, x_copy, y_chunk, y_stride, first, last);
+            while (n < last) {
                 uint32_t panels = (last - n + KERNELS_PANEL - 1) / KERNELS_PANEL;
                 if (panels > ops->micro_panels)
                     panels = ops->micro_panels;

@@ -14,13 +14,16 @@
 #define ALWAYS_INLINE KERNELS_UNCHECKED static inline __attribute__((always_inline))
 
 #define DIRECT_PANELS 2
+#define FUSED_ROWS    16
 #define DIRECT_AHEAD  2048 /* bytes ahead in each panel */
 
-/* Where decoded columns go. ROWS 0: into the tile; otherwise into the accumulators. Lives in
- * registers after inlining. */
+/* Where decoded columns go. ROWS 0: into the tile; otherwise into the accumulators, with the input
+ * rows at x[r] (direct) or, for more of them than there are registers for addresses, at fixed
+ * distances from `block` (fused). Lives in registers after inlining. */
 typedef struct sink {
-    __m512 sum[DIRECT_PANELS][KERNELS_DIRECT_ROWS];
+    __m512 sum[DIRECT_PANELS][FUSED_ROWS];
     const float *x[KERNELS_DIRECT_ROWS];
+    const float *block;
     float *tile;
     size_t stride;
     size_t ahead; /* distance of the prefetch, bytes */
@@ -42,9 +45,10 @@ ALWAYS_INLINE void sink_take(sink_t *sink, const int PANELS, const int ROWS, siz
         _mm512_storeu_ps(sink->tile + k * sink->stride, w[0]);
         return;
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-        __m512 x = _mm512_set1_ps(sink->x[r][k]);
+        __m512 x = _mm512_set1_ps(
+            ROWS <= KERNELS_DIRECT_ROWS ? sink->x[r][k] : sink->block[r * KERNELS_X_STRIDE + k]);
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++)
             sink->sum[p][r] = _mm512_fmadd_ps(w[p], x, sink->sum[p][r]);
@@ -184,7 +188,7 @@ ALWAYS_INLINE void block_q4(sink_t *sink, const int PANELS, const int ROWS, cons
             m[p] = OFFSET ? load_f16(at[p] + 32) : _mm512_setzero_ps();
             at[p] += header;
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 1
         for (size_t g = 0; g < 4; g++) {
             nibbles_take(sink, PANELS, ROWS, OFFSET, at, d, m, table, 32 * b + 8 * g);
 #pragma GCC unroll 2
@@ -228,7 +232,7 @@ ALWAYS_INLINE void block_q4_k(sink_t *sink, const int PANELS, const int ROWS,
             offset[p] = _mm512_sub_ps(_mm512_setzero_ps(), offset[p]);
             at[p] = block + 256 + 256 * s;
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 1
         for (size_t g = 0; g < 4; g++) {
             nibbles_take(sink, PANELS, ROWS, 1, at, scale, offset, table, 32 * s - first + 8 * g);
 #pragma GCC unroll 2
@@ -376,6 +380,61 @@ ALWAYS_INLINE void direct_rows(const xp_dtype_t dtype, const int ROWS, const dir
                       call->columns, call->x, call->y + p * KERNELS_PANEL, call->y_stride);
 }
 
+/* ROWS >= rows, of which the last ones are only computed. */
+ALWAYS_INLINE void fused_panels(const xp_dtype_t dtype, const int PANELS, const int ROWS,
+                                const uint8_t *panel, size_t panel_bytes, uint32_t k0,
+                                uint32_t count, uint32_t rows, const float *x, float *c,
+                                size_t c_stride)
+{
+    const uint8_t *at[DIRECT_PANELS];
+    /* The same columns of the next panels are next. */
+    sink_t sink = {.block = x, .ahead = PANELS * panel_bytes};
+    for (int p = 0; p < PANELS; p++)
+        at[p] = panel + (size_t)p * panel_bytes;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++)
+            sink.sum[p][r] = _mm512_setzero_ps();
+    block_any(&sink, dtype, PANELS, ROWS, at, k0, count);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        if ((uint32_t)r >= rows)
+            break;
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) {
+            float *out = c + r * c_stride + p * KERNELS_PANEL;
+            __m512 sum = sink.sum[p][r];
+            if (k0 > 0)
+                sum = _mm512_add_ps(_mm512_loadu_ps(out), sum);
+            _mm512_storeu_ps(out, sum);
+        }
+    }
+}
+
+typedef struct fused_call {
+    const uint8_t *panel;
+    size_t panel_bytes;
+    uint32_t panels, k0, count, rows;
+    const float *x;
+    float *c;
+    size_t c_stride;
+} fused_call_t;
+
+ALWAYS_INLINE void fused_rows(const xp_dtype_t dtype, const int PANELS, const int ROWS,
+                              const fused_call_t *call)
+{
+    uint32_t p = 0;
+    for (; p + PANELS <= call->panels; p += PANELS)
+        fused_panels(dtype, PANELS, ROWS, call->panel + p * call->panel_bytes, call->panel_bytes,
+                     call->k0, call->count, call->rows, call->x, call->c + p * KERNELS_PANEL,
+                     call->c_stride);
+    if (PANELS > 1 && p < call->panels)
+        fused_panels(dtype, 1, ROWS, call->panel + p * call->panel_bytes, call->panel_bytes,
+                     call->k0, call->count, call->rows, call->x, call->c + p * KERNELS_PANEL,
+                     call->c_stride);
+}
+
 #define DIRECT_OF_DTYPE(NAME, DTYPE)                                                               \
     KERNELS_UNCHECKED static void direct_##NAME(uint32_t rows, const direct_call_t *call)          \
     {                                                                                              \
@@ -394,6 +453,15 @@ ALWAYS_INLINE void direct_rows(const xp_dtype_t dtype, const int ROWS, const dir
             break;                                                                                 \
         }                                                                                          \
     }                                                                                              \
+    KERNELS_UNCHECKED static void fused_##NAME(const fused_call_t *call)                           \
+    {                                                                                              \
+        if (call->rows <= 8)                                                                       \
+            fused_rows(DTYPE, 2, 8, call);                                                         \
+        else if (call->rows <= 12)                                                                 \
+            fused_rows(DTYPE, 1, 12, call);                                                        \
+        else                                                                                       \
+            fused_rows(DTYPE, 1, 16, call);                                                        \
+    }                                                                                              \
     KERNELS_UNCHECKED static void decode_##NAME(const uint8_t *panel, uint32_t k0, uint32_t count, \
                                                 float *tile, size_t stride, size_t ahead)          \
     {                                                                                              \
@@ -411,13 +479,18 @@ DIRECT_OF_DTYPE(q6_k, XP_DTYPE_Q6_K)
 
 static const struct {
     void (*direct)(uint32_t rows, const direct_call_t *call);
+    void (*fused)(const fused_call_t *call);
     void (*decode)(const uint8_t *panel, uint32_t k0, uint32_t count, float *tile, size_t stride,
                    size_t ahead);
 } by_dtype[XP_DTYPE_COUNT] = {
-    [XP_DTYPE_F32] = {direct_f32, decode_f32},    [XP_DTYPE_F16] = {direct_f16, decode_f16},
-    [XP_DTYPE_BF16] = {direct_bf16, decode_bf16}, [XP_DTYPE_Q8_0] = {direct_q8_0, decode_q8_0},
-    [XP_DTYPE_Q4_0] = {direct_q4_0, decode_q4_0}, [XP_DTYPE_Q4_1] = {direct_q4_1, decode_q4_1},
-    [XP_DTYPE_Q4_K] = {direct_q4_k, decode_q4_k}, [XP_DTYPE_Q6_K] = {direct_q6_k, decode_q6_k},
+    [XP_DTYPE_F32] = {direct_f32, fused_f32, decode_f32},
+    [XP_DTYPE_F16] = {direct_f16, fused_f16, decode_f16},
+    [XP_DTYPE_BF16] = {direct_bf16, fused_bf16, decode_bf16},
+    [XP_DTYPE_Q8_0] = {direct_q8_0, fused_q8_0, decode_q8_0},
+    [XP_DTYPE_Q4_0] = {direct_q4_0, fused_q4_0, decode_q4_0},
+    [XP_DTYPE_Q4_1] = {direct_q4_1, fused_q4_1, decode_q4_1},
+    [XP_DTYPE_Q4_K] = {direct_q4_k, fused_q4_k, decode_q4_k},
+    [XP_DTYPE_Q6_K] = {direct_q6_k, fused_q6_k, decode_q6_k},
 };
 
 void matmul_avx512_direct(xp_dtype_t dtype, const uint8_t *panel, size_t panel_bytes,
@@ -426,6 +499,14 @@ void matmul_avx512_direct(xp_dtype_t dtype, const uint8_t *panel, size_t panel_b
 {
     direct_call_t call = {panel, panel_bytes, panels, columns, x, y, y_stride};
     by_dtype[dtype].direct(rows, &call);
+}
+
+void matmul_avx512_fused(xp_dtype_t dtype, const uint8_t *panel, size_t panel_bytes,
+                         uint32_t panels, uint32_t k0, uint32_t count, uint32_t rows,
+                         const float *x, float *c, size_t c_stride)
+{
+    fused_call_t call = {panel, panel_bytes, panels, k0, count, rows, x, c, c_stride};
+    by_dtype[dtype].fused(&call);
 }
 
 void matmul_avx512_decode(xp_dtype_t dtype, const uint8_t *panel, uint32_t k0, uint32_t count,

@@ -68,6 +68,15 @@ typedef struct kernels_ops {
                    uint32_t columns, uint32_t rows, const float *const *x, float *y,
                    size_t y_stride);
 
+    /* Decoding and product in one pass, for more rows than `direct` takes and at most fused_rows:
+     * c[r][16 * panels] (+)= columns [k0, k0 + count) of `panels` packed panels.
+     * x holds those columns of the rows with stride KERNELS_X_STRIDE; its rows up to fused_rows may
+     * be read. fused_rows 0 where the variant has none. */
+    void (*fused)(xp_dtype_t dtype, const uint8_t *panel, size_t panel_bytes, uint32_t panels,
+                  uint32_t k0, uint32_t count, uint32_t rows, const float *x, float *c,
+                  size_t c_stride);
+    uint32_t fused_rows;
+
     void (*silu_mul)(const float *gate, const float *up, float *y, size_t count);
     void (*gelu_tanh_mul)(const float *gate, const float *up, float *y, size_t count);
     void (*rms_norm)(const float *x, const float *weight, double epsilon, float *y, size_t count);

@@ -252,6 +252,7 @@ class System:
             status, _, _ = http_request(self.daemon + "/ready", timeout=2)
             if status != 200:
                 return False
+            # The daemon's verdict says nothing of the gateway, which lists models in every state.
             return set(self.models) <= set(self.list_models())
         except OSError:
             return False
@@ -314,7 +315,9 @@ class System:
         return json.loads(data)
 
     def list_models(self):
-        return [entry["id"] for entry in self.get(self.gateway + "/v1/models")["data"]]
+        """The ids of the models that the gateway says are up."""
+        listed = self.get(self.gateway + "/v1/models")["data"]
+        return [entry["id"] for entry in listed if entry["state"] == "up"]
 
     def state(self):
         return self.get(self.daemon + "/v1/state")

@@ -52,6 +52,9 @@ def interrupt_while_starting():
                 system.up.wait(20 * harness.SLOW)
             except Exception:
                 raise harness.Failed(f"Ctrl-C {delay} s after the start does not end it: {with_handler}") from None
+            harness.check(system.up.returncode == 0, f"Ctrl-C {delay} s after the start: exit {system.up.returncode}")
+            log = system.log_path.read_text()
+            harness.check("canonical failure" not in log, f"Ctrl-C at the start is called a failure: {log[-600:]}")
             system.expect_nothing_left()
 
 
@@ -190,6 +193,58 @@ def broken_checkpoint():
         system.expect_nothing_left()
 
 
+def damaged_weights():
+    """NaN in a norm: the warm-up finds it, the system does not start, and the model is named."""
+    import json
+    import shutil
+    import struct
+
+    with one() as system:
+        broken = system.folder / "damaged"
+        shutil.copytree(harness.TALES, broken)
+        file = broken / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        (length,) = struct.unpack("<Q", data[:8])
+        where = json.loads(data[8 : 8 + length])["model.norm.weight"]
+        first, last = (8 + length + offset for offset in where["data_offsets"])
+        data[first:last] = b"\xc0\x7f" * ((last - first) // 2)
+        file.write_bytes(data)
+        system.config.write_text(system.config.read_text().replace(str(harness.TALES), str(broken)))
+        code, out, error = system.run("up", timeout=60)
+        harness.check(code == 1, f"weights that are no numbers: exit code {code}")
+        harness.check("no finite number" in out + error, f"the reason is not given: {(out + error)[-600:]}")
+        system.expect_nothing_left()
+
+
+def hung_instance_at_down():
+    """An Instance that does not answer is killed at the deadline and named; nobody else is blamed."""
+    with one() as system:
+        text = system.config.read_text()
+        system.config.write_text(text + "\n[deadlines]\ndrain = 1.0\nstop = 1.0\n")
+        system.start(120)
+        instance = next(pid for pid, role in system.roles().items() if role.startswith("serve"))
+        os.kill(instance, signal.SIGSTOP)
+        code, out, error = system.run("down", timeout=60)
+        harness.check(code == 1, f"down of a system with a hung Instance: exit code {code}")
+        harness.check("instance tales" in error, f"the Instance is not named: {error}")
+        for other in ("ffnagent", "atnagent", "gateway"):
+            harness.check(other not in error, f"{other} is blamed too: {error}")
+        harness.check(system.up.wait(20) != 0, "up exits 0 although a process was killed")
+        system.expect_nothing_left()
+
+
+def gateway_gone():
+    """A gateway that was stopped is a reason not to be ready, not a silent hole."""
+    with one() as system:
+        system.start(120)
+        gateway = next(pid for pid, role in system.roles().items() if role.startswith("gateway"))
+        os.kill(gateway, signal.SIGTERM)
+        harness.wait_until(lambda: system.run("daemon", "check")[0] == 1, 10, "not ready without the gateway")
+        code, out, error = system.run("daemon", "check")
+        harness.check("gateway" in out, f"the reason is not given: {out}")
+        system.stop()
+
+
 if __name__ == "__main__":
     harness.main(
         up_and_interrupt,
@@ -205,4 +260,7 @@ if __name__ == "__main__":
         port_taken,
         wrong_configuration,
         broken_checkpoint,
+        damaged_weights,
+        hung_instance_at_down,
+        gateway_gone,
     )
