@@ -52,17 +52,50 @@ typedef struct read_job {
     _Atomic uint64_t sum;
 } read_job_t;
 
+static uint64_t read_plain(const uint64_t *words, size_t count)
+{
+    uint64_t sum[8] = {0}, total = 0;
+    for (size_t i = 0; i + 8 <= count; i += 8)
+        for (size_t j = 0; j < 8; j++)
+            sum[j] += words[i + j];
+    for (size_t j = 0; j < 8; j++)
+        total += sum[j];
+    return total;
+}
+
+#if defined(__x86_64__)
+/* Wide loads and a prefetch, as the kernels do it: the plain loop does not reach the memory's rate.
+ */
+__attribute__((target("avx2"))) static uint64_t read_avx2(const uint64_t *words, size_t count)
+{
+    __m256i sum[4];
+    for (int j = 0; j < 4; j++)
+        sum[j] = _mm256_setzero_si256();
+    for (size_t i = 0; i + 16 <= count; i += 16) {
+        _mm_prefetch((const char *)(words + i) + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char *)(words + i) + 2112, _MM_HINT_T0);
+        for (size_t j = 0; j < 4; j++)
+            sum[j] = _mm256_add_epi64(
+                sum[j], _mm256_loadu_si256((const __m256i *)(const void *)(words + i + 4 * j)));
+    }
+    sum[0] = _mm256_add_epi64(_mm256_add_epi64(sum[0], sum[1]), _mm256_add_epi64(sum[2], sum[3]));
+    return (uint64_t)_mm256_extract_epi64(sum[0], 0) + (uint64_t)_mm256_extract_epi64(sum[0], 1) +
+           (uint64_t)_mm256_extract_epi64(sum[0], 2) + (uint64_t)_mm256_extract_epi64(sum[0], 3);
+}
+#endif
+
 static void read_member(void *context, uint32_t member, uint32_t members)
 {
     read_job_t *job = context;
-    size_t first = job->count / members * member, last = first + job->count / members;
-    uint64_t sum[8] = {0};
-    for (size_t i = first; i + 8 <= last; i += 8)
-        for (size_t j = 0; j < 8; j++)
-            sum[j] += job->words[i + j];
-    uint64_t total = 0;
-    for (size_t j = 0; j < 8; j++)
-        total += sum[j];
+    size_t share = job->count / members;
+    const uint64_t *words = job->words + share * member;
+    uint64_t total;
+#if defined(__x86_64__)
+    total = kernels_variant_supported(KERNELS_AVX2) ? read_avx2(words, share)
+                                                    : read_plain(words, share);
+#else
+    total = read_plain(words, share);
+#endif
     atomic_fetch_add(&job->sum, total);
 }
 

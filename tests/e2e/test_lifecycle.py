@@ -222,8 +222,7 @@ def hung_instance_at_down():
         text = system.config.read_text()
         system.config.write_text(text + "\n[deadlines]\ndrain = 1.0\nstop = 1.0\n")
         system.start(120)
-        instance = next(pid for pid, role in system.roles().items() if role.startswith("serve"))
-        os.kill(instance, signal.SIGSTOP)
+        os.kill(system.pid("serve"), signal.SIGSTOP)
         code, out, error = system.run("down", timeout=60)
         harness.check(code == 1, f"down of a system with a hung Instance: exit code {code}")
         harness.check("instance tales" in error, f"the Instance is not named: {error}")
@@ -237,8 +236,7 @@ def gateway_gone():
     """A gateway that was stopped is a reason not to be ready, not a silent hole."""
     with one() as system:
         system.start(120)
-        gateway = next(pid for pid, role in system.roles().items() if role.startswith("gateway"))
-        os.kill(gateway, signal.SIGTERM)
+        os.kill(system.pid("gateway"), signal.SIGTERM)
         harness.wait_until(lambda: system.run("daemon", "check")[0] == 1, 10, "not ready without the gateway")
         code, out, error = system.run("daemon", "check")
         harness.check("gateway" in out, f"the reason is not given: {out}")

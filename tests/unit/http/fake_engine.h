@@ -63,6 +63,7 @@ struct engine {
     atomic_uint eos_after;   /* tokens; 0 = never */
     atomic_int fail_after;   /* tokens until fail_finish; -1 = never */
     atomic_int fail_finish;
+    _Atomic(const char *) fail_text; /* NULL: the text of an engine whose FFN side is lost */
     atomic_bool closed, no_tokenizer;
     /* What a test looks at. */
     atomic_uint submitted, cancelled, open, flushed;
@@ -151,7 +152,10 @@ static void fake_step(engine_t *e, fake_request_t *r)
         event.type = ENGINE_EVENT_FINISH;
         event.finish = r->cancelled ? ENGINE_FINISH_ABORT : (engine_finish_t)e->fail_finish;
         event.completion_tokens = r->sent;
-        snprintf(event.error, sizeof(event.error), "%s", fail ? "the FFN side is gone" : "");
+        const char *text = e->fail_text;
+        if (fail)
+            snprintf(event.error, sizeof(event.error), "%s",
+                     text ? text : "the FFN call failed (fatal): the FFN side is gone");
         fake_push(e, &event);
         r->id = 0;
         e->open--;

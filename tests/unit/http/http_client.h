@@ -103,9 +103,13 @@ static inline void loop_start(loop_t *loop)
     loop_do(loop, loop_nothing, NULL);
 }
 
-static inline int client_connect(uint16_t port)
+/* `receive_bytes` bounds what the kernel takes in for a client that does not read; 0 = its default.
+ */
+static inline int client_connect_buffer(uint16_t port, int receive_bytes)
 {
     int fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (receive_bytes)
+        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &receive_bytes, sizeof(receive_bytes));
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(port)};
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     struct timeval limit = {10, 0};
@@ -113,6 +117,16 @@ static inline int client_connect(uint16_t port)
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
     assert_int_equal(connect(fd, (struct sockaddr *)&address, sizeof(address)), 0);
     return fd;
+}
+
+static inline int client_connect(uint16_t port)
+{
+    return client_connect_buffer(port, 0);
+}
+
+static inline int client_connect_small(uint16_t port)
+{
+    return client_connect_buffer(port, 4096);
 }
 
 static inline void client_send_bytes(int fd, const char *bytes, size_t length)
@@ -213,6 +227,26 @@ static inline response_t client_receive(int fd)
         r.status = atoi(r.text + 9);
     r.body[r.body_length] = '\0';
     return r;
+}
+
+/* Reads until the peer closes, or sends nothing for a second, and keeps the last `length` bytes as
+ * a text. Returns how many came in all. */
+static inline size_t client_read_tail(int fd, char *tail, size_t length)
+{
+    char bytes[65536];
+    size_t total = 0;
+    struct pollfd poller = {.fd = fd, .events = POLLIN};
+    memset(tail, 0, length + 1);
+    while (poll(&poller, 1, 1000) > 0) {
+        ssize_t got = recv(fd, bytes, sizeof(bytes), 0);
+        if (got <= 0)
+            break;
+        size_t part = (size_t)got < length ? (size_t)got : length;
+        memmove(tail, tail + part, length - part);
+        memcpy(tail + length - part, bytes + got - part, part);
+        total += (size_t)got;
+    }
+    return total;
 }
 
 /* True when the peer closes within `milliseconds`; what it sends meanwhile is thrown away. */

@@ -152,6 +152,18 @@ static http_gateway_stats_t stats(void)
     return out;
 }
 
+static void do_open_requests(void *context)
+{
+    *(uint32_t *)context = http_gateway_open_requests(f.gateway);
+}
+
+static uint32_t open_requests(void)
+{
+    uint32_t count;
+    loop_do(&f.loop, do_open_requests, &count);
+    return count;
+}
+
 static void start(http_gateway_config_t config)
 {
     memset(&f, 0, sizeof(f));
@@ -396,6 +408,15 @@ static int send_body(const char *path, const char *body)
     return fd;
 }
 
+static int send_get(const char *path)
+{
+    char text[256];
+    int fd = client_connect(f.port);
+    snprintf(text, sizeof(text), "GET %s HTTP/1.1\r\nHost: x\r\n\r\n", path);
+    client_send(fd, text);
+    return fd;
+}
+
 static void routing_errors(void **state)
 {
     expect_error(send_chat("c"), 404, "model_not_found", "\"a\", \"org/b\"");
@@ -496,9 +517,14 @@ static void back_pressure(void **state)
 static void lists_and_counts(void **state)
 {
     set_backend("c", 0, HTTP_BACKEND_DOWN, "why");
+    set_backend("d", 0, HTTP_BACKEND_STARTING, "loading");
     response_t r = client_request(f.port, "GET", "/v1/models", "");
     json_t *root = response_json(&r);
-    assert_int_equal(json_array_size(json_at(root, "data")), 2);
+    assert_int_equal(json_array_size(json_at(root, "data")), 4);
+    assert_string_equal(json_text_at(root, "data.0.state"), "up");
+    assert_string_equal(json_text_at(root, "data.2.id"), "c");
+    assert_string_equal(json_text_at(root, "data.2.state"), "down");
+    assert_string_equal(json_text_at(root, "data.3.state"), "starting");
     assert_string_equal(json_text_at(root, "data.0.id"), "a");
     assert_string_equal(json_text_at(root, "data.1.id"), "org/b");
     assert_string_equal(json_text_at(root, "data.1.object"), "model");
@@ -507,14 +533,17 @@ static void lists_and_counts(void **state)
     response_free(&r);
     r = client_request(f.port, "GET", "/v1/models/org/b", "");
     assert_int_equal(r.status, 200);
+    root = response_json(&r);
+    assert_string_equal(json_text_at(root, "id"), "org/b");
+    assert_string_equal(json_text_at(root, "state"), "up");
+    json_decref(root);
     response_free(&r);
-    r = client_request(f.port, "GET", "/v1/models/c", "");
-    assert_int_equal(r.status, 404);
-    assert_non_null(strstr(r.body, "model c is down: why"));
-    response_free(&r);
+    expect_error(send_get("/v1/models/c"), 503, "model_unavailable", "model c is down: why");
+    expect_error(send_get("/v1/models/d"), 503, "model_unavailable", "starting: loading");
+    expect_error(send_get("/v1/models/e"), 404, "model_not_found", "\"org/b\"");
     r = client_request(f.port, "GET", "/health", "");
-    assert_string_equal(
-        r.body, "{\"status\":\"ok\",\"models\":{\"a\":\"up\",\"org/b\":\"up\",\"c\":\"down\"}}\n");
+    assert_string_equal(r.body, "{\"status\":\"ok\",\"models\":{\"a\":\"up\",\"org/"
+                                "b\":\"up\",\"c\":\"down\",\"d\":\"starting\"}}\n");
     response_free(&r);
     f.b.first = "HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\n{}";
     f.b.go = true;
@@ -548,7 +577,37 @@ static void quiescing_and_removal_leave_open_requests(void **state)
     assert_true(r.complete);
     response_free(&r);
     close(fd);
-    wait_for(http_gateway_open_requests(f.gateway) == 0);
+    wait_for(open_requests() == 0);
+}
+
+/* The backend is done and gone, and its answer waits for a client that reads slowly. */
+static void an_unsent_answer_is_open(void **state)
+{
+    enum { TOTAL = 16 << 20 };
+    static const char end[] = "D\r\n0\r\n\r\n";
+    char tail[sizeof(end)];
+    tear_down(state);
+    start((http_gateway_config_t){.max_output_bytes = 2 * TOTAL});
+    f.a.first = "HTTP/1.1 200 OK\r\n\r\n"; /* ends when its connection does */
+    f.a.flood = TOTAL;
+    f.a.second = "THE END";
+    f.a.go = true;
+    static const char body[] = "{\"model\":\"a\"}";
+    char text[256];
+    int fd = client_connect_small(f.port);
+    snprintf(text, sizeof(text),
+             "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
+             sizeof(body) - 1, body);
+    client_send(fd, text);
+    wait_for(f.a.flooded >= TOTAL);
+    wait_for(stats().open == 0);
+    assert_int_equal(open_requests(), 1);
+    loop_do(&f.loop, do_quiesce, NULL);
+    assert_int_equal(open_requests(), 1);
+    assert_true(client_read_tail(fd, tail, sizeof(end) - 1) > TOTAL);
+    assert_string_equal(tail, end);
+    wait_for(open_requests() == 0);
+    close(fd);
 }
 
 static void destroying_with_open_requests(void **state)
@@ -600,6 +659,7 @@ int main(void)
         CASE(back_pressure),
         CASE(lists_and_counts),
         CASE(quiescing_and_removal_leave_open_requests),
+        CASE(an_unsent_answer_is_open),
         CASE(destroying_with_open_requests),
         CASE(backends_are_checked),
     };

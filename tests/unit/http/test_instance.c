@@ -50,6 +50,18 @@ static int tear_down(void **state)
     return 0;
 }
 
+static void do_open_requests(void *context)
+{
+    *(uint32_t *)context = http_instance_open_requests(f.instance);
+}
+
+static uint32_t open_requests(void)
+{
+    uint32_t count;
+    loop_do(&f.loop, do_open_requests, &count);
+    return count;
+}
+
 static json_t *post(const char *path, const char *body, int status)
 {
     response_t r = client_request(f.port, "POST", path, body);
@@ -477,7 +489,7 @@ static void a_full_queue_is_429(void **state)
     assert_non_null(strstr(r.text, "\r\nRetry-After: 1\r\n"));
     assert_non_null(strstr(r.body, "\"type\":\"rate_limit_error\""));
     response_free(&r);
-    assert_int_equal(http_instance_open_requests(f.instance), 0);
+    assert_int_equal(open_requests(), 0);
 }
 
 static void engine_failures(void **state)
@@ -498,15 +510,49 @@ static void engine_failures(void **state)
     /* Before the first token a stream can still have its own status. */
     f.engine->fail_after = 0;
     expect_error("/v1/completions", "{\"prompt\":\"a\",\"stream\":true}", 500, NULL, NULL, NULL);
-    f.engine->fail_finish = ENGINE_FINISH_TIMEOUT;
-    expect_error("/v1/completions", "{\"prompt\":\"a\"}", 503, NULL, "queue_timeout", NULL);
-    f.engine->fail_after = 1;
-    expect_error("/v1/completions", "{\"prompt\":\"a\"}", 504, NULL, NULL, NULL);
     f.engine->fail_finish = ENGINE_FINISH_ABORT;
     expect_error("/v1/completions", "{\"prompt\":\"a\"}", 503, NULL, NULL, "stopping");
     f.engine->closed = true;
     expect_error("/v1/completions", "{\"prompt\":\"a\"}", 503, NULL, NULL,
                  "the engine was stopped");
+}
+
+static void expect_health(int status)
+{
+    response_t r = client_request(f.port, "GET", "/health", "");
+    assert_int_equal(r.status, status);
+    response_free(&r);
+}
+
+/* What ends one request, the sampler or the text, says nothing about the next one. */
+static void a_requests_own_error_leaves_the_model_healthy(void **state)
+{
+    f.engine->fail_after = 2;
+    f.engine->fail_finish = ENGINE_FINISH_ERROR;
+    f.engine->fail_text = "a logit is no number";
+    expect_error("/v1/completions", "{\"prompt\":\"a\"}", 500, NULL, NULL, "a logit is no number");
+    expect_health(200);
+    f.engine->fail_after = -1;
+    f.engine->closed = true;
+    expect_error("/v1/completions", "{\"prompt\":\"a\"}", 503, NULL, NULL, "was stopped");
+    expect_health(503);
+}
+
+/* The engine says which limit it was; how many tokens there are does not. */
+static void time_limits_are_told_apart(void **state)
+{
+    f.engine->fail_finish = ENGINE_FINISH_TIMEOUT;
+    f.engine->fail_after = 0;
+    f.engine->fail_text = "the request waited longer than the queue time limit";
+    expect_error("/v1/completions", "{\"prompt\":\"a\"}", 503, NULL, "queue_timeout",
+                 "longer than the queue time limit");
+    f.engine->fail_text = "the request took longer than its time limit";
+    for (int tokens = 0; tokens < 2; tokens++) {
+        f.engine->fail_after = tokens;
+        expect_error("/v1/completions", "{\"prompt\":\"a\"}", 504, NULL, NULL,
+                     "took longer than its time limit");
+    }
+    expect_health(200);
 }
 
 static void a_disconnect_cancels(void **state)
@@ -535,7 +581,7 @@ static void a_disconnect_cancels(void **state)
         }
         wait_for(f.engine->cancelled == 3);
         wait_for(f.engine->open == 0);
-        wait_for(http_instance_open_requests(f.instance) == 0);
+        wait_for(open_requests() == 0);
         if (i / 2 == 1)
             close(fd);
     }
@@ -559,11 +605,7 @@ static void a_slow_reader_is_dropped(void **state)
     tear_down(state);
     start(&(http_instance_config_t){.max_output_bytes = 64 * 1024});
     f.engine->tick_us = 20;
-    int fd = socket(AF_INET, SOCK_STREAM, 0), small = 4096;
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(f.port)};
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof(small));
-    assert_int_equal(connect(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    int fd = client_connect_small(f.port);
     static const char body[] = "{\"prompt\":\"a\",\"n\":60,\"ignore_eos\":true,\"max_tokens\":510,"
                                "\"stream\":true,\"logprobs\":20}";
     char text[512];
@@ -573,7 +615,7 @@ static void a_slow_reader_is_dropped(void **state)
     wait_for(f.engine->open > 0);
     wait_for(f.engine->cancelled > 0);
     wait_for(f.engine->open == 0);
-    wait_for(http_instance_open_requests(f.instance) == 0);
+    wait_for(open_requests() == 0);
     response_t r = client_request(f.port, "GET", "/metrics", "");
     assert_non_null(
         strstr(r.body, "xpool_instance_http_slow_readers_total{model=\"tiny/model\"} 1"));
@@ -601,7 +643,34 @@ static void quiescing_refuses_new_and_ends_old(void **state)
     response_free(&r);
     assert_true(client_closed(fd, 2000));
     close(fd);
-    wait_for(http_instance_open_requests(f.instance) == 0);
+    wait_for(open_requests() == 0);
+}
+
+/* An answer counts as open until its last byte has left, however slowly the client reads. */
+static void an_unsent_answer_is_open(void **state)
+{
+    static const char body[] = "{\"prompt\":\"a\",\"n\":16,\"ignore_eos\":true,\"max_tokens\":500,"
+                               "\"stream\":true,\"logprobs\":20}";
+    static const char end[] = "data: [DONE]\n\n\r\n0\r\n\r\n";
+    char text[512], tail[sizeof(end)];
+    tear_down(state);
+    start(&(http_instance_config_t){.max_output_bytes = 256u << 20});
+    f.engine->tick_us = 20;
+    int fd = client_connect_small(f.port);
+    sprintf(text, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
+            sizeof(body) - 1, body);
+    client_send(fd, text);
+    wait_for(f.engine->open > 0);
+    loop_do(&f.loop, quiesce, NULL);
+    for (int seconds = 0; f.engine->open && seconds < 60; seconds++)
+        sleep(1);
+    assert_int_equal(f.engine->open, 0);
+    usleep(300000); /* the job is over; only its bytes are left */
+    assert_int_equal(open_requests(), 1);
+    client_read_tail(fd, tail, sizeof(end) - 1);
+    assert_string_equal(tail, end);
+    wait_for(open_requests() == 0);
+    close(fd);
 }
 
 static void destroying_with_open_requests(void **state)
@@ -691,10 +760,13 @@ int main(void)
         CASE(models_and_small_paths),
         CASE(a_full_queue_is_429),
         CASE(engine_failures),
+        CASE(a_requests_own_error_leaves_the_model_healthy),
+        CASE(time_limits_are_told_apart),
         CASE(a_disconnect_cancels),
         CASE(half_close_after_a_quick_request),
         CASE(a_slow_reader_is_dropped),
         CASE(quiescing_refuses_new_and_ends_old),
+        CASE(an_unsent_answer_is_open),
         CASE(destroying_with_open_requests),
         CASE(too_many_requests),
         CASE(a_model_without_tokenizer_or_template),

@@ -180,7 +180,11 @@ static void test_received_arena(void **state)
     transport_server_t *server;
     pair_make(&pair);
     int fd = transport_client_fd(pair.client);
-    transport_geometry_t other = geometry;
+    transport_geometry_t other = transport_server_geometry(pair.server);
+    assert_int_equal(other.hidden, HIDDEN);
+    assert_int_equal(other.max_rows, ROWS);
+    assert_int_equal(other.dtype, XP_DTYPE_F32);
+    assert_int_equal(other.dp_size, 1);
     other.hidden = HIDDEN * 2;
     assert_int_equal(transport_server_create(fd, &other, &server), XP_PEER);
     other = geometry;
