@@ -16,6 +16,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "config/address.h"
 #include "control/daemon_private.h"
 
 #define STATUS_MAX_BODY    1024
@@ -468,19 +469,9 @@ void daemon_status_probe(daemon_t *daemon)
 xp_status_t daemon_status_start(daemon_t *daemon)
 {
     const char *address = daemon->config->daemon.http;
-    char host[64];
-    snprintf(host, sizeof(host), "%s", address);
-    char *colon = strrchr(host, ':');
-    if (!colon)
-        return xp_fail(XP_INVALID, "daemon.http: %s is no HOST:PORT", address);
-    *colon = '\0';
-    uint16_t port = (uint16_t)atoi(colon + 1);
-    const char *bare = host;
-    size_t length = strlen(host);
-    if (length > 1 && host[0] == '[' && host[length - 1] == ']') {
-        host[length - 1] = '\0';
-        bare = host + 1;
-    }
+    char host[CONFIG_MAX_HOST];
+    uint16_t port;
+    XP_TRY(config_address_split(address, host, &port));
     daemon->http = evhttp_new(daemon->base);
     if (!daemon->http)
         return xp_fail(XP_NO_MEMORY, "no memory for the daemon's HTTP");
@@ -489,7 +480,7 @@ xp_status_t daemon_status_start(daemon_t *daemon)
     evhttp_set_timeout(daemon->http, STATUS_TIMEOUT_S);
     evhttp_set_allowed_methods(daemon->http, EVHTTP_REQ_GET | EVHTTP_REQ_HEAD | EVHTTP_REQ_POST |
                                                  EVHTTP_REQ_PUT | EVHTTP_REQ_DELETE);
-    struct evhttp_bound_socket *bound = evhttp_bind_socket_with_handle(daemon->http, bare, port);
+    struct evhttp_bound_socket *bound = evhttp_bind_socket_with_handle(daemon->http, host, port);
     if (!bound)
         return xp_fail_errno(XP_IO,
                              "daemon.http: cannot listen on %s; is another daemon running, or the "
