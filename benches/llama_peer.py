@@ -19,6 +19,16 @@ PROMPT = (
 
 
 def load(path, threads, context):
+    # The AMX buffers of this version crash with a second thread where the processor has AMX; they are
+    # among the "extra" buffer types. 4-bit types with an offset are not repacked in any case.
+    defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+    def without_extra_buffers():
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    llama_cpp.llama_cpp.llama_model_default_params = without_extra_buffers
     return llama_cpp.Llama(
         model_path=path, n_threads=threads, n_threads_batch=threads, n_ctx=context, n_batch=512, verbose=False
     )
