@@ -15,6 +15,9 @@
 #include "fabric/fabric.h"
 #include "model/checkpoint.h"
 
+/* Longer than one layer's FFN of a small model, so that the waiters of a token in flight stay
+ * awake; waking an idle core costs tens of microseconds on a virtual machine. */
+#define PLANNER_SPIN_NS       1000000u
 #define PLANNER_MIN_CONTEXT   128  /* an Instance that cannot hold this many tokens is refused */
 #define PLANNER_LEAST_CONTEXT 16u  /* a configured context below this is a mistake */
 #define PLANNER_CLOCK_STRIDE  4096 /* search nodes between looks at the clock */
@@ -379,7 +382,7 @@ static void fill_fabric_plan(const config_t *config, uint64_t generation, plan_r
                                                                             : FABRIC_POLICY_FIFO;
     plan->seed = 0x9e3779b97f4a7c15ull ^ generation;
     plan->submission_timeout_ns = (uint64_t)(config->deadlines.submission * (double)XP_NS_PER_S);
-    plan->spin_ns = 50000;
+    plan->spin_ns = PLANNER_SPIN_NS;
     plan->instance_count = config->model_count;
     plan->weights_count = result->weights_count;
     for (uint32_t m = 0; m < config->model_count; m++) {

@@ -17,8 +17,13 @@
 #define WAIT_PAUSES_PER_ROUND 16
 /* The first part of a spin keeps the core; after it each round offers the core to others. */
 #define WAIT_YIELD_AFTER_NS 1000u
-/* A yield that nobody takes costs well under this; a longer one means that a core is short. */
-#define WAIT_CONTENDED_YIELD_NS 3000u
+/* Other waiters that spin, and the short computations of our own threads, take a yielded core for
+ * less than this; a longer absence means that something else wants the core for a whole time slice.
+ */
+#define WAIT_CONTENDED_YIELD_NS 500000u
+/* After such an absence so many waits go straight to the futex: a woken thread is scheduled before
+ * one that computes, one that has given way only after it. */
+#define WAIT_HOLD 256
 /* Below this a spin is not worth its clock reads. */
 #define WAIT_SPIN_FLOOR_NS 500u
 /* Every so many sleeps in turn one full spin finds out whether waits have become short. */
@@ -56,9 +61,8 @@ void transport_bell_ring(mailbox_bell_t *bell)
         xp_futex_wake_all(&bell->counter);
 }
 
-/* True when the bell moved. Sets *contended_out when another thread ran in our place and the bell
- * still had not moved: sleeping is then better for both, as a woken thread is scheduled sooner than
- * one that has given way. */
+/* True when the bell moved. Sets *contended_out when another thread kept the core that was offered.
+ */
 static bool bell_spin(const mailbox_bell_t *bell, uint32_t seen, uint64_t start_ns,
                       uint64_t until_ns, bool *contended_out)
 {
@@ -75,20 +79,20 @@ static bool bell_spin(const mailbox_bell_t *bell, uint32_t seen, uint64_t start_
             continue;
         sched_yield();
         if (xp_monotonic_ns() - now_ns > WAIT_CONTENDED_YIELD_NS) {
-            *contended_out = mailbox_bell_observe(bell) == seen;
-            return !*contended_out;
+            *contended_out = true;
+            return mailbox_bell_observe(bell) != seen;
         }
     }
 }
 
-/* What the next wait spins: the limit after a success, half after a failure, a quarter when cores
- * are short. */
+/* What the next wait spins: nothing for a while when cores are short, the limit after a success,
+ * half after a failure. */
 static void waiter_learn(transport_waiter_t *waiter, bool spun, bool contended)
 {
-    if (spun)
+    if (contended)
+        waiter->hold = WAIT_HOLD;
+    else if (spun)
         waiter->spin_ns = waiter->limit_ns;
-    else if (contended)
-        waiter->spin_ns /= 4;
     else
         waiter->spin_ns /= 2;
     if (waiter->spin_ns < WAIT_SPIN_FLOOR_NS)
@@ -102,7 +106,9 @@ bool transport_bell_wait(transport_waiter_t *waiter, mailbox_bell_t *bell, uint3
         return true;
     uint64_t start_ns = xp_monotonic_ns();
     bool moved = false;
-    if (waiter->limit_ns) {
+    if (waiter->hold) {
+        waiter->hold--;
+    } else if (waiter->limit_ns) {
         bool contended = false;
         uint32_t spin_ns = waiter->spin_ns;
         /* A sleep hides how short the wait could have been, so now and then a full spin probes it.

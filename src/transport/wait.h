@@ -4,9 +4,10 @@
  *
  * A waiter belongs to one thread and carries what it has learnt. Spinning pays only when the answer
  * comes soon and a core is free for it. So a spin that failed is followed by one of half the
- * length, and by a quarter where giving way showed that another thread wanted this core; one that
- * succeeded by one of full length, and every sixteenth wait in a row that slept begins with a full
- * spin to find out. With a single core, by machine or quota, a waiter never spins.
+ * length, one that succeeded by one of full length, and every sixteenth wait in a row that slept
+ * begins with a full spin to find out. Where giving way showed that a thread of somebody else
+ * wanted this core for a whole time slice, the next waits do not spin at all. With a single core,
+ * by machine or quota, a waiter never spins.
  */
 #ifndef XPOOL_TRANSPORT_WAIT_H
 #define XPOOL_TRANSPORT_WAIT_H
@@ -20,6 +21,7 @@ typedef struct transport_waiter {
     uint32_t limit_ns; /* configured bound of one spin */
     uint32_t spin_ns;  /* what it spins now */
     uint32_t sleeps_in_turn;
+    uint32_t hold;    /* waits that will not spin, since cores are short */
     uint64_t spins;   /* waits that ended while spinning */
     uint64_t sleeps;  /* waits that went to the futex */
     uint64_t wait_ns; /* total, both kinds */
