@@ -409,7 +409,8 @@ const config_setting_t config_settings[] = {
      .minimum = 0.1,
      .maximum = DAY,
      .default_text = "120",
-     .help = "Seconds until every configured process must have registered."},
+     .help = "Seconds until every configured agent must have registered, and that a process waits "
+             "for the daemon."},
     {.key = "deadlines.startup",
      ROOT(deadlines.startup),
      .type = CONFIG_TYPE_FLOAT,
@@ -417,7 +418,8 @@ const config_setting_t config_settings[] = {
      .minimum = 0.1,
      .maximum = DAY,
      .default_text = "600",
-     .help = "Seconds from the plan until the system is ready; loading weights included."},
+     .help = "Seconds that the agents have to become executable, and each Instance from its "
+             "registration to serve; loading weights included."},
     {.key = "deadlines.submission",
      ROOT(deadlines.submission),
      .type = CONFIG_TYPE_FLOAT,
