@@ -186,7 +186,9 @@ const config_setting_t config_settings[] = {
      .minimum = 1,
      .maximum = 4096,
      .default_text = "32",
-     .help = "Most sequences decoded in one step."},
+     .help =
+         "Most sequences decoded in one step. Eight times as many requests, at least 128, may wait "
+         "for their turn; more are answered with 429."},
     {.key = "models[].prefill_rows",
      MODEL(prefill_rows),
      .type = CONFIG_TYPE_INTEGER,
