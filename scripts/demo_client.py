@@ -265,7 +265,7 @@ def report(state, session, results):
     for model in state["models"]:
         tokens, ttft, rate = results[model["id"]]
         kv = model["kv"]
-        page_bytes = kv["backed_bytes"] / kv["pages"] if kv["pages"] else 0
+        page_bytes = kv["reserved_bytes"] / kv["pages"] if kv["pages"] else 0
         touched = (kv["pages_used"] + kv["pages_cached"]) * page_bytes
         rows.append([
             model["id"],
@@ -276,11 +276,8 @@ def report(state, session, results):
             mib(touched),
             mib(model["ffn_weight_bytes"]),
         ])
-        # A server of its own keeps all weights and the KV Cache of the whole context, in FP16 as
-        # llama.cpp does by default.
-        token_bytes = page_bytes / max(kv["page_tokens"], 1)
-        context_kv = token_bytes / 2 * model["max_context"]
-        separate += model["attention_weight_bytes"] + model["ffn_weight_bytes"] + context_kv
+        # A server of its own keeps all of its model's weights and the same KV Cache.
+        separate += model["attention_weight_bytes"] + model["ffn_weight_bytes"] + touched
     print()
     table(rows)
     processes = session_processes(session)
@@ -289,7 +286,7 @@ def report(state, session, results):
     table([
         ["memory of the whole", "", ""],
         [f"CrossPool, {len(processes)} processes", mib(measured), "measured (sum of PSS, everything included)"],
-        ["two separate servers", mib(separate), "*computed*: weights and FP16 KV for the same context, no program"],
+        ["two separate servers", mib(separate), "*computed*: weights and the same KV, without the servers' own programs"],
     ], left=(0, 2))
 
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* xpool config dump, check and docs. Main thread; starts nothing. */
 #include "cli/cli.h"
+#include "control/planner.h"
 
 #include <jansson.h>
 #include <stdio.h>
@@ -120,6 +121,16 @@ static void print_devices(const char *role, const config_device_t *devices, uint
     }
 }
 
+/* What the plan would refuse is no configuration that can be used. Reads checkpoint headers only.
+ */
+static bool runs_here(const config_t *config)
+{
+    plan_result_t *plan = NULL;
+    bool runs = config->model_count == 0 || planner_make(config, 1, &plan) == XP_OK;
+    planner_free(plan);
+    return runs;
+}
+
 int cmd_config_check(int argc, char **argv)
 {
     static const char help[] =
@@ -140,6 +151,11 @@ int cmd_config_check(int argc, char **argv)
             config_destroy(config);
             return CLI_EXIT_USAGE;
         }
+        if (!runs_here(config)) {
+            fprintf(stderr, "xpool: %s\n", xp_error_last()->text);
+            config_destroy(config);
+            return CLI_EXIT_USAGE;
+        }
         printf("ok\n");
         for (uint32_t i = 0; i < config->model_count; i++)
             printf("model %s: %s\n", config->models[i].id, config->models[i].path);
@@ -153,7 +169,7 @@ int cmd_config_check(int argc, char **argv)
         return CLI_EXIT_USAGE;
     xp_buf_t report;
     xp_buf_init(&report, 65536);
-    if (config_load_report(&overrides, &config, &report) == XP_OK)
+    if (config_load_report(&overrides, &config, &report) == XP_OK && runs_here(config))
         code = check_passed_json(config);
     else
         code = check_failed_json(report.data ? report.data : xp_error_last()->text);

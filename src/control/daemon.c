@@ -65,7 +65,10 @@ static void send_to(daemon_participant_t *participant, const xpw_Envelope *envel
 {
     if (!participant || !participant->channel)
         return;
-    if (wire_channel_send(participant->channel, envelope, fds, fd_count) != XP_OK) {
+    xp_status_t status = wire_channel_send(participant->channel, envelope, fds, fd_count);
+    if (status == XP_CLOSED)
+        return; /* it is leaving; its end is told elsewhere */
+    if (status != XP_OK) {
         char who[160];
         daemon_participant_describe(participant, who, sizeof(who));
         xp_log_warn("cannot send %s to %s: %s", wire_body_name(envelope->which_body), who,
@@ -356,6 +359,18 @@ void daemon_stop(daemon_t *daemon, const char *reason)
         send_stop(daemon->instances[i].participant, xpw_StopPhase_STOP_DRAIN,
                   daemon->config->deadlines.drain);
     set_deadline(daemon, daemon->config->deadlines.drain + daemon->config->deadlines.stop);
+}
+
+void daemon_hand_stop(daemon_t *daemon, const char *who)
+{
+    if (!daemon->hand_stopped)
+        xp_log_info("%s was stopped by hand and no Instance is left: this Generation is over; the "
+                    "daemon waits for `xpool down` or SIGTERM",
+                    who);
+    daemon->hand_stopped = true;
+    snprintf(daemon->stop_reason, sizeof(daemon->stop_reason), "%.80s was stopped by hand", who);
+    set_state(daemon, DAEMON_QUIESCING);
+    event_del(daemon->on_deadline);
 }
 
 /* Called after any participant has gone, and by the tick. */

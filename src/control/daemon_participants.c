@@ -222,8 +222,8 @@ static void refuse(daemon_participant_t *participant, const char *format, ...)
     vsnprintf(envelope.body.refused.reason, sizeof(envelope.body.refused.reason), format,
               arguments);
     va_end(arguments);
-    xp_log_warn("refused a %s (pid %d): %s", wire_role_name(participant->role),
-                (int)participant->pid, envelope.body.refused.reason);
+    xp_log_warn("refused %s (pid %d): %s", wire_role_name(participant->role), (int)participant->pid,
+                envelope.body.refused.reason);
     participant->role = xpw_Role_ROLE_NONE;
     participant->refused = true;
     participant->since_ns = xp_monotonic_ns();
@@ -439,7 +439,12 @@ static void on_instance_message(daemon_participant_t *participant, const xpw_Env
         instance->stats = envelope->body.instance_stats;
         break;
     case xpw_Envelope_fail_report_tag:
-        /* An Instance's own failure ends that Instance, not the Generation. */
+        /* An Instance's own failure ends that Instance, not the Generation; but a system that
+         * `xpool up` starts as a whole does not start without one of its models. */
+        if (getenv("XPOOL_UNDER_UP") && !daemon->ready_ns) {
+            daemon_fail(daemon, envelope->body.fail_report.who, envelope->body.fail_report.what);
+            break;
+        }
         xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
         snprintf(instance->absence, sizeof(instance->absence), "%.255s",
                  envelope->body.fail_report.what);
@@ -523,12 +528,7 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
                      envelope->body.leave.reason);
             daemon_stop(daemon, reason);
         } else if (daemon->state < DAEMON_QUIESCING || daemon->hand_stopped) {
-            /* Stopped by hand, in order: the Generation is over, the others leave when told. */
-            daemon->hand_stopped = true;
-            daemon->state = DAEMON_QUIESCING;
-            snprintf(daemon->stop_reason, sizeof(daemon->stop_reason), "%.80s was stopped by hand",
-                     who);
-            event_del(daemon->on_deadline);
+            daemon_hand_stop(daemon, who);
             xpw_Envelope answer = {.which_body = xpw_Envelope_stop_tag};
             answer.body.stop.phase = xpw_StopPhase_STOP_FINALIZE;
             wire_channel_send(participant->channel, &answer, NULL, 0);

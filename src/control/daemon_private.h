@@ -124,6 +124,8 @@ void daemon_fail(daemon_t *daemon, const char *who, const char *what);
  * claimed it rather than by whoever reports it first. */
 bool daemon_fail_from_fabric(daemon_t *daemon);
 void daemon_stop(daemon_t *daemon, const char *reason);
+/* An agent left and no Instance was there: the roles are being stopped one by one. */
+void daemon_hand_stop(daemon_t *daemon, const char *who);
 /* True when all of READY's conditions hold; fills reasons (each 256 bytes) otherwise. */
 typedef struct daemon_verdict {
     bool fabric_executable, system_ready, serving_healthy;

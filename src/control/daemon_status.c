@@ -156,7 +156,7 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
         if (weights->group & (1u << f))
             json_array_append_new(group, json_string(daemon->config->ffn[f].name));
     json_t *kv = json_pack(
-        "{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "backed_bytes", (json_int_t)s->kv_bytes,
+        "{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "reserved_bytes", (json_int_t)s->kv_bytes,
         "page_tokens", (json_int_t)s->page_tokens, "pages", (json_int_t)s->kv_pages, "pages_used",
         (json_int_t)s->kv_pages_used, "pages_cached", (json_int_t)s->kv_pages_cached,
         "floor_tokens", (json_int_t)configured->kv_floor_tokens, "ceiling_tokens",
@@ -329,7 +329,8 @@ static void on_metrics(struct evhttp_request *request, void *context)
         {"xpool_model_kv_pages", "gauge", "Pages of the KV Cache"},
         {"xpool_model_kv_pages_used", "gauge", "Pages held by running requests"},
         {"xpool_model_kv_pages_cached", "gauge", "Pages held by the prefix cache only"},
-        {"xpool_model_kv_bytes", "gauge", "Bytes behind the KV Cache"},
+        {"xpool_model_kv_bytes", "gauge",
+         "Address space reserved for the KV Cache; its pages cost memory once used"},
         {"xpool_model_ffn_weight_bytes", "gauge", "FFN weights held for the model by FfnAgents"},
         {"xpool_model_attention_weight_bytes", "gauge", "Weights held by the Instance"},
         {"xpool_model_ttft_p99_milliseconds", "gauge", "TTFT P99 over the last requests"},

@@ -14,6 +14,7 @@
 #include "ffn/ffn.h"
 #include "fabric/fabric.h"
 #include "model/checkpoint.h"
+#include "text/chat_template.h"
 
 /* Longer than one layer's FFN of a small model, so that the waiters of a token in flight stay
  * awake; waking an idle core costs tens of microseconds on a virtual machine. */
@@ -155,6 +156,16 @@ static xp_status_t check_supported(const config_model_t *model, const model_spec
                        "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and "
                        "Qwen3MoeForCausalLM",
                        model->id, spec->architecture_name);
+    if (model->chat_template[0]) {
+        const char *const *name = chat_template_names();
+        while (*name && strcmp(*name, model->chat_template) != 0)
+            name++;
+        if (!*name)
+            return xp_fail(XP_INVALID,
+                           "models[%s].chat_template: there is no template \"%s\"; `xpool help "
+                           "chat-template` names them",
+                           model->id, model->chat_template);
+    }
     if (model->attention_tp * model->attention_dp != 1)
         return xp_fail(XP_UNSUPPORTED,
                        "models[%s]: the native engine runs with attention_tp = 1 and attention_dp "
@@ -275,13 +286,14 @@ static xp_status_t plan_kv(const config_t *config, plan_result_t *result)
                     configured->kv_floor_tokens ? "kv_floor_tokens"
                                                 : "the least an Instance can work with");
             if (model->kv_tokens < floor)
-                return xp_fail(XP_NO_MEMORY,
-                               "models[%s]: %s of attention device %s are left for its KV Cache, "
-                               "%u tokens of %s each, below its floor of %u; raise "
-                               "devices.\"%s\".memory or lower kv_floor_tokens",
-                               configured->id, human(left, have), device->device->name,
-                               model->kv_tokens, human(model->kv_bytes_per_token, need), floor,
-                               device->device->name);
+                return xp_fail(
+                    XP_NO_MEMORY,
+                    "models[%s]: its KV Cache would get %u tokens (%s) of attention "
+                    "device %s, below its floor of %u (%s); raise "
+                    "devices.\"%s\".memory or lower kv_floor_tokens",
+                    configured->id, model->kv_tokens,
+                    human(model->kv_tokens * model->kv_bytes_per_token, have), device->device->name,
+                    floor, human(floor * model->kv_bytes_per_token, need), device->device->name);
             if (model->max_context > model->kv_tokens)
                 model->max_context = model->kv_tokens;
             model->kv_bytes = model->kv_tokens * model->kv_bytes_per_token;
