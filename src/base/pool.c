@@ -34,10 +34,14 @@
 
 #include "base/clock.h"
 
-#define POOL_MAX_THREADS       256
-#define POOL_SPIN_NS           (50 * XP_NS_PER_US) /* longest spinning before the futex */
-#define POOL_PAUSES            256                 /* pauses before the first yield */
-#define POOL_YIELD_CONTENDED   (20 * XP_NS_PER_US) /* a yield that takes longer: core is wanted */
+#define POOL_MAX_THREADS 256
+/* Longest spinning before the futex: longer than the other side of a layer takes, since waking an
+ * idle core costs as much as a region of a small model. */
+#define POOL_SPIN_NS (1000 * XP_NS_PER_US)
+#define POOL_PAUSES  64 /* pauses before the first yield */
+/* Our own other threads take a yielded core for less than this; a longer absence means that
+ * somebody else wants it for a whole time slice. */
+#define POOL_YIELD_CONTENDED   (500 * XP_NS_PER_US)
 #define POOL_CONTENDED_REGIONS 256
 
 typedef struct pool_slot {
