@@ -102,7 +102,7 @@ static xp_status_t load_job(void *context)
         .max_rows = self->admitted.max_rows,
         .max_context = self->admitted.max_context,
         .kv_tokens = self->admitted.kv_tokens,
-        .prefix_cache = !getenv("XPOOL_TEST_NO_PREFIX_CACHE"),
+        .prefix_cache = true,
         .queue_limit = model->decode_rows * QUEUE_PER_ROW > QUEUE_LEAST
                            ? model->decode_rows * QUEUE_PER_ROW
                            : QUEUE_LEAST,

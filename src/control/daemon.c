@@ -76,7 +76,7 @@ static void send_to(daemon_participant_t *participant, const xpw_Envelope *envel
     }
 }
 
-static void send_stop(daemon_participant_t *participant, xpw_StopPhase phase, double seconds)
+void daemon_send_stop(daemon_participant_t *participant, xpw_StopPhase phase, double seconds)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_stop_tag};
     envelope.body.stop.phase = phase;
@@ -351,13 +351,13 @@ void daemon_stop(daemon_t *daemon, const char *reason)
     snprintf(daemon->stop_reason, sizeof(daemon->stop_reason), "%s", reason);
     xp_log_info("stopping in order: %s", reason);
     set_state(daemon, DAEMON_QUIESCING);
-    send_stop(daemon->gateway, xpw_StopPhase_STOP_QUIESCE, 0);
+    daemon_send_stop(daemon->gateway, xpw_StopPhase_STOP_QUIESCE, 0);
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
-        send_stop(daemon->instances[i].participant, xpw_StopPhase_STOP_QUIESCE, 0);
+        daemon_send_stop(daemon->instances[i].participant, xpw_StopPhase_STOP_QUIESCE, 0);
     set_state(daemon, DAEMON_DRAINING);
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
-        send_stop(daemon->instances[i].participant, xpw_StopPhase_STOP_DRAIN,
-                  daemon->config->deadlines.drain);
+        daemon_send_stop(daemon->instances[i].participant, xpw_StopPhase_STOP_DRAIN,
+                         daemon->config->deadlines.drain);
     set_deadline(daemon, daemon->config->deadlines.drain + daemon->config->deadlines.stop);
 }
 
@@ -389,7 +389,8 @@ static void continue_stop(daemon_t *daemon)
         for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
             daemon_participant_t *participant = &daemon->participants[i];
             if (participant->used && participant->role != xpw_Role_ROLE_CLIENT)
-                send_stop(participant, xpw_StopPhase_STOP_FINALIZE, daemon->config->deadlines.stop);
+                daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE,
+                                 daemon->config->deadlines.stop);
         }
     }
     if (daemon->state == DAEMON_FINALIZING)

@@ -448,19 +448,11 @@ static void on_instance_message(daemon_participant_t *participant, const xpw_Env
         xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
         snprintf(instance->absence, sizeof(instance->absence), "%.255s",
                  envelope->body.fail_report.what);
-        {
-            xpw_Envelope answer = {.which_body = xpw_Envelope_stop_tag};
-            answer.body.stop.phase = xpw_StopPhase_STOP_FINALIZE;
-            wire_channel_send(participant->channel, &answer, NULL, 0);
-        }
+        daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
         break;
-    case xpw_Envelope_leave_tag: {
-        xpw_Envelope answer = {.which_body = xpw_Envelope_stop_tag};
-        answer.body.stop.phase = xpw_StopPhase_STOP_DRAIN;
-        answer.body.stop.seconds = (uint32_t)daemon->config->deadlines.drain;
-        wire_channel_send(participant->channel, &answer, NULL, 0);
+    case xpw_Envelope_leave_tag:
+        daemon_send_stop(participant, xpw_StopPhase_STOP_DRAIN, daemon->config->deadlines.drain);
         break;
-    }
     default:
         protocol_error(participant, "a message an Instance may not send");
     }
@@ -501,9 +493,7 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
                        daemon->config->models[instance->index].id, attached->error);
             snprintf(instance->absence, sizeof(instance->absence),
                      "its arena was not attached: %.200s", attached->error);
-            xpw_Envelope stop = {.which_body = xpw_Envelope_stop_tag};
-            stop.body.stop.phase = xpw_StopPhase_STOP_FINALIZE;
-            wire_channel_send(instance->participant->channel, &stop, NULL, 0);
+            daemon_send_stop(instance->participant, xpw_StopPhase_STOP_FINALIZE, 0);
             break;
         }
         instance->state = INSTANCE_ATTACHED;
@@ -529,9 +519,7 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
             daemon_stop(daemon, reason);
         } else if (daemon->state < DAEMON_QUIESCING || daemon->hand_stopped) {
             daemon_hand_stop(daemon, who);
-            xpw_Envelope answer = {.which_body = xpw_Envelope_stop_tag};
-            answer.body.stop.phase = xpw_StopPhase_STOP_FINALIZE;
-            wire_channel_send(participant->channel, &answer, NULL, 0);
+            daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
         }
         break;
     }
@@ -552,12 +540,9 @@ static void on_gateway_message(daemon_participant_t *participant, const xpw_Enve
     case xpw_Envelope_gateway_stats_tag:
         daemon->gateway_stats = envelope->body.gateway_stats;
         break;
-    case xpw_Envelope_leave_tag: {
-        xpw_Envelope answer = {.which_body = xpw_Envelope_stop_tag};
-        answer.body.stop.phase = xpw_StopPhase_STOP_FINALIZE;
-        wire_channel_send(participant->channel, &answer, NULL, 0);
+    case xpw_Envelope_leave_tag:
+        daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
         break;
-    }
     case xpw_Envelope_fail_report_tag:
         xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
         break;

@@ -133,6 +133,8 @@ typedef struct daemon_verdict {
     char reasons[DAEMON_MAX_REASONS][256];
 } daemon_verdict_t;
 void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out);
+/* Accepts NULL. `seconds`: how long the participant has. */
+void daemon_send_stop(daemon_participant_t *participant, xpw_StopPhase phase, double seconds);
 void daemon_send_backend(daemon_t *daemon, const daemon_instance_t *instance);
 
 /* daemon_participants.c */
