@@ -8,138 +8,19 @@
  * so the floor is two raw round trips.
  */
 #include <errno.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include "base/clock.h"
-#include "base/futex.h"
 #include "base/pool.h"
 #include "fabric/fabric.h"
 #include "fabric/internal.h"
+#include "pingpong.h"
 #include "transport/transport.h"
 
 #define BENCH_HIDDEN      576
 #define BENCH_ROWS_MAX    16
-#define BENCH_WARM_UP     2000
 #define BENCH_CALLS       20000
 #define BENCH_SLEEP_CALLS 5000
 #define BENCH_SPIN_NS     200000
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "bench_hop: %s failed (line %d): %s\n", #condition, __LINE__,          \
-                    xp_error_last()->text);                                                        \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
-
-static cpu_set_t all_cpus;
-
-/* The n-th allowed CPU, when there are enough for `roles` to have one each. */
-static void bench_pin(uint32_t n, uint32_t roles)
-{
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    if ((uint32_t)CPU_COUNT(&all_cpus) < roles)
-        return;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
-        if (CPU_ISSET(cpu, &all_cpus) && n-- == 0) {
-            CPU_SET(cpu, &one);
-            sched_setaffinity(0, sizeof(one), &one);
-            return;
-        }
-}
-
-static void bench_unpin(void)
-{
-    sched_setaffinity(0, sizeof(all_cpus), &all_cpus);
-}
-
-static pid_t bench_fork(uint32_t cpu, uint32_t roles)
-{
-    pid_t pid = fork();
-    CHECK(pid >= 0);
-    if (pid == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        bench_pin(cpu, roles);
-    }
-    return pid;
-}
-
-static int compare_ns(const void *a, const void *b)
-{
-    uint64_t left = *(const uint64_t *)a, right = *(const uint64_t *)b;
-    return left < right ? -1 : left > right;
-}
-
-typedef struct bench_times {
-    double p50_us, p99_us;
-} bench_times_t;
-
-static bench_times_t bench_summary(uint64_t *samples, uint32_t count)
-{
-    qsort(samples, count, sizeof(samples[0]), compare_ns);
-    return (bench_times_t){(double)samples[count / 2] / 1e3,
-                           (double)samples[count - 1 - count / 100] / 1e3};
-}
-
-/* ---- raw ping-pong -------------------------------------------------------------------------- */
-typedef struct bench_ball {
-    uint32_t ping, pad0[31], pong, pad1[31];
-} bench_ball_t;
-
-static void raw_pass(uint32_t *mine, const uint32_t *theirs, uint32_t value, bool sleeping)
-{
-    if (mine) {
-        __atomic_store_n(mine, value, __ATOMIC_SEQ_CST);
-        if (sleeping)
-            xp_futex_wake(mine, 1);
-    }
-    if (theirs)
-        while (__atomic_load_n(theirs, __ATOMIC_ACQUIRE) != value) {
-            if (sleeping)
-                xp_futex_wait(theirs, value - 1, XP_FUTEX_FOREVER);
-            else
-                __builtin_ia32_pause();
-        }
-}
-
-/* Round trip between two processes with a core each, or placed by the kernel, which may wake a
- * sleeper on the core of its waker. */
-static bench_times_t raw_ping_pong(bool sleeping, bool pinned, uint64_t *samples, uint32_t count)
-{
-    uint32_t roles = pinned ? 2 : UINT32_MAX;
-    bench_ball_t *ball =
-        mmap(NULL, sizeof(*ball), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(ball != MAP_FAILED);
-    pid_t peer = bench_fork(1, roles);
-    if (peer == 0) {
-        for (uint32_t i = 1; i <= BENCH_WARM_UP + count; i++) {
-            raw_pass(NULL, &ball->ping, i, sleeping);
-            raw_pass(&ball->pong, NULL, i, sleeping);
-        }
-        _exit(0);
-    }
-    bench_pin(0, roles);
-    for (uint32_t i = 1; i <= BENCH_WARM_UP + count; i++) {
-        uint64_t start_ns = xp_monotonic_ns();
-        raw_pass(&ball->ping, &ball->pong, i, sleeping);
-        if (i > BENCH_WARM_UP)
-            samples[i - BENCH_WARM_UP - 1] = xp_monotonic_ns() - start_ns;
-    }
-    waitpid(peer, NULL, 0);
-    bench_unpin();
-    munmap(ball, sizeof(*ball));
-    return bench_summary(samples, count);
-}
 
 /* ---- the system ----------------------------------------------------------------------------- */
 typedef struct bench_system {
@@ -291,14 +172,15 @@ static void bench_end(const bench_system_t *bench, pid_t first, pid_t second)
     bench_unpin();
 }
 
-/* Instance, AtnAgent and FfnAgent as three processes. */
+/* Instance, AtnAgent and FfnAgent as three processes, on cores of their own where there are
+ * `cores`. */
 static bench_times_t bench_three(fabric_form_t form, uint32_t rows, uint32_t spin_ns,
-                                 uint64_t *samples, uint32_t count)
+                                 uint32_t cores, uint64_t *samples, uint32_t count)
 {
     bench_system_t bench;
     bench_make(&bench, form, spin_ns);
-    pid_t ffn = bench_fork_ffn(&bench, 2, 3), atn = bench_fork_atn(&bench, 1, 3);
-    bench_pin(0, 3);
+    pid_t ffn = bench_fork_ffn(&bench, 2, cores), atn = bench_fork_atn(&bench, 1, cores);
+    bench_pin(0, cores);
     bench_times_t times = bench_drive(&bench, NULL, rows, samples, count);
     bench_end(&bench, atn, ffn);
     bench_free(&bench);
@@ -380,30 +262,39 @@ int main(void)
     if (cpus < 3 && placed.p50_us < sleep.p50_us)
         sleep = placed; /* the roles below are not pinned either */
 
-    bench_times_t times = bench_three(FABRIC_FORM_AUTO, 1, BENCH_SPIN_NS, samples, BENCH_CALLS);
+    bench_times_t times = bench_three(FABRIC_FORM_AUTO, 1, BENCH_SPIN_NS, 3, samples, BENCH_CALLS);
     snprintf(note, sizeof(note),
              "P50, eager, 1 row of %d f32, P99 %.1f us; floor: two raw round "
              "trips; %s",
              BENCH_HIDDEN, times.p99_us, cores);
     print_row("hop.cpu.spin_us", times.p50_us, 2 * spin.p50_us, "<= 3", note);
 
-    times = bench_three(FABRIC_FORM_AUTO, 1, 0, samples, BENCH_SLEEP_CALLS);
+    times = bench_three(FABRIC_FORM_AUTO, 1, 0, 3, samples, BENCH_SLEEP_CALLS);
     snprintf(note, sizeof(note),
              "P50, eager, 1 row, P99 %.1f us; floor: two raw round trips (four "
              "wakes); %s",
              times.p99_us, cores);
     print_row("hop.cpu.sleep_us", times.p50_us, 2 * sleep.p50_us, "<= 15", note);
 
-    times = bench_three(FABRIC_FORM_AUTO, 16, BENCH_SPIN_NS, samples, BENCH_CALLS);
+    if (cpus >= 3) {
+        times = bench_three(FABRIC_FORM_AUTO, 1, 0, UINT32_MAX, samples, BENCH_SLEEP_CALLS);
+        snprintf(note, sizeof(note),
+                 "P50, eager, 1 row, P99 %.1f us; as hop.cpu.sleep_us, but placed by the kernel, as "
+                 "agents are that nobody pins",
+                 times.p99_us);
+        print_row("hop.cpu.sleep_placed_us", times.p50_us, 2 * placed.p50_us, NULL, note);
+    }
+
+    times = bench_three(FABRIC_FORM_AUTO, 16, BENCH_SPIN_NS, 3, samples, BENCH_CALLS);
     snprintf(note, sizeof(note), "P50, eager, 16 rows, P99 %.1f us", times.p99_us);
     print_row("hop.cpu.spin_16rows_us", times.p50_us, 2 * spin.p50_us, NULL, note);
 
-    times = bench_three(FABRIC_FORM_LONG, 1, BENCH_SPIN_NS, samples, BENCH_CALLS);
+    times = bench_three(FABRIC_FORM_LONG, 1, BENCH_SPIN_NS, 3, samples, BENCH_CALLS);
     snprintf(note, sizeof(note), "P50, long form, 1 row, P99 %.1f us; floor: three raw round trips",
              times.p99_us);
     print_row("hop.cpu.long_spin_us", times.p50_us, 3 * spin.p50_us, NULL, note);
 
-    times = bench_three(FABRIC_FORM_LONG, 1, 0, samples, BENCH_SLEEP_CALLS);
+    times = bench_three(FABRIC_FORM_LONG, 1, 0, 3, samples, BENCH_SLEEP_CALLS);
     snprintf(note, sizeof(note), "P50, long form, 1 row, P99 %.1f us", times.p99_us);
     print_row("hop.cpu.long_sleep_us", times.p50_us, 3 * sleep.p50_us, NULL, note);
 

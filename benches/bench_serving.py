@@ -19,6 +19,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "e2e"))
 import harness  # noqa: E402
+import load_client  # noqa: E402
 import results  # noqa: E402
 
 PROMPT = (
@@ -48,19 +49,12 @@ def streams(running, identifier, prompts, count, seconds):
     """Tokens a second of all streams together. Each stream asks again as soon as it is answered, until the
     time is over, so that all of them are busy throughout. The answers come whole: at thousands of tokens a
     second a Python client reading events would be what is measured."""
-    began = time.monotonic()
-
-    def stream(ids):
-        tokens = 0
-        while time.monotonic() - began < seconds:
-            tokens += len(running.generate(identifier, ids, count, 600))
-        return tokens
-
-    tokens = sum(harness.together([lambda ids=ids: stream(ids) for ids in prompts]))
-    return tokens / (time.monotonic() - began)
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    bodies = [{"model": identifier, "input_ids": ids, "sampling_params": sampling} for ids in prompts]
+    return load_client.rate(running.gateway_port, bodies, seconds)
 
 
-def decode_rate(running, identifier, prompts, count, repeats, seconds=1.0):
+def decode_rate(running, identifier, prompts, count, repeats, seconds=2.0):
     flush(running, identifier)
     streams(running, identifier, prompts, min(count, 16), 0.1)
     return statistics.median(streams(running, identifier, prompts, count, seconds) for _ in range(repeats))

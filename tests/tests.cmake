@@ -22,6 +22,9 @@ endfunction()
 xpool_tool(engine_forward tests/tools/engine_forward.c xpool_engine xpool_ffn)
 xpool_tool(bench_hop benches/bench_hop.c xpool_fabric)
 xpool_tool(bench_kernels benches/bench_kernels.c xpool_kernels)
+xpool_tool(bench_shim benches/bench_shim.c xpool_library xpool_ffn)
+
+include(${CMAKE_SOURCE_DIR}/tests/cuda/tests.cmake OPTIONAL)
 
 # The sanitizer builds take the programs above and the cmocka tests; the rest belongs to the plain one.
 if(XPOOL_SANITIZE OR XPOOL_FUZZ OR NOT TARGET xpool)
@@ -46,6 +49,7 @@ endfunction()
 # --- style -----------------------------------------------------------------------------------------
 xpool_script_test(style/layers style 60 scripts/check-layers)
 xpool_script_test(style/files style 120 scripts/check-style)
+xpool_script_test(style/symbols style 60 scripts/check-symbols $<TARGET_FILE:libxpool>)
 xpool_script_test(style/generated-docs style 60 $<TARGET_FILE:xpool> config docs --check .)
 xpool_script_test(style/benchmark-pages style 60 scripts/render-results --check)
 
@@ -84,6 +88,8 @@ endif()
 if(TARGET engine_forward)
   xpool_reference_test(engine engine_hf.py 1200)
 endif()
+xpool_reference_test(library ffn_library.py 600)
+set_tests_properties(reference/library PROPERTIES RUN_SERIAL TRUE)
 xpool_script_test(reference/openai-client "e2e;reference" 300
                   ${XPOOL_TEST_PYTHON} --venv tests/e2e/openai_client.py)
 set_tests_properties(reference/openai-client PROPERTIES RUN_SERIAL TRUE)
@@ -94,6 +100,19 @@ if(EXISTS ${CMAKE_SOURCE_DIR}/../shared/check/golden_serve.py)
                     ../shared/check/golden_text.py)
   set_tests_properties(e2e/golden-serve PROPERTIES RUN_SERIAL TRUE)
 endif()
+
+# --- SGLang on the CPU: a server a test, so each has the machine for itself --------------------------
+# `sglang/vanilla` asks SGLang alone, once for a checkpoint and set of pins; others compare with that.
+function(xpool_sglang_test name file timeout)
+  xpool_script_test(sglang/${name} sglang ${timeout} ${XPOOL_TEST_PYTHON} --venv tests/sglang/${file}
+                    ${ARGN})
+  set_tests_properties(sglang/${name} PROPERTIES RUN_SERIAL TRUE)
+endfunction()
+xpool_sglang_test(vanilla vanilla.py 1200)
+set_tests_properties(sglang/vanilla PROPERTIES FIXTURES_SETUP sglang_vanilla)
+xpool_sglang_test(checkpoints test_checkpoints.py 600)
+xpool_sglang_test(layouts test_layouts.py 600)
+set_tests_properties(sglang/checkpoints sglang/layouts PROPERTIES FIXTURES_REQUIRED sglang_vanilla)
 
 # The demo itself, as a user runs it the second time.
 xpool_script_test(e2e/demo "e2e;reference" 300 scripts/demo)

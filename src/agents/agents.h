@@ -8,7 +8,14 @@
 
 int atnagent_run(const config_t *config, const char *device);
 int ffnagent_run(const config_t *config, const char *device);
-int instance_run(const config_t *config, const char *model_id);
+int instance_run(const config_t *config, const char *model_id); /* the native engine */
+/* Becomes SGLang's server of a configured model: returns only when that fails. `overrides` are the
+ * command line's settings, for the processes that SGLang starts. */
+int sglang_run(const config_t *config, const config_overrides_t *overrides, const char *model_id);
+/* Becomes `command` (NULL-terminated) in the environment of an engine's process; `model_id` may be
+ * NULL. Returns only when that fails: 127 not found, 126 not executable. */
+int exec_run(const config_t *config, const config_overrides_t *overrides, const char *model_id,
+             char *const *command);
 int gateway_run(const config_t *config);
 
 /* Starts every role of the configuration as a child of this process, waits for System Ready, and

@@ -20,11 +20,14 @@
 #define SERVICE_JOIN_MS 2000
 
 typedef struct atnagent {
+    const config_t *config;
+    const char *device;
     struct event_base *base;
     participant_t *participant;
     fabric_plan_t *plan;
     fabric_t *fabric;
     fabric_atn_t *service;
+    observe_t *observe;
     worker_t worker;
     bool finalizing;
 } atnagent_t;
@@ -52,7 +55,13 @@ static void on_join(atnagent_t *self, const xpw_Join *join, wire_descriptors_t *
     }
     if (agent_join(join, fds, &self->plan, &self->fabric) != XP_OK ||
         fabric_atn_create(self->fabric, xp_clock_system(), &self->service) != XP_OK ||
-        worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
+        observe_open(self->config->observe.folder, OBSERVE_ATN, self->device,
+                     self->config->observe.records, &self->observe) != XP_OK) {
+        participant_fail(self->participant, xp_error_last()->text);
+        return;
+    }
+    fabric_atn_observe(self->service, self->observe);
+    if (worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;
     }
@@ -140,6 +149,8 @@ int atnagent_run(const config_t *config, const char *device)
     participant_handlers_t handlers = {
         .message = on_message, .stop = on_stop, .failed = on_failed, .context = self};
     self->worker.event_fd = -1;
+    self->config = config;
+    self->device = device;
     if (!config_device_find(config, false, device, NULL)) {
         xp_log_err("device %s is not in atn.devices", device);
         exit_code = 2;
@@ -162,6 +173,7 @@ int atnagent_run(const config_t *config, const char *device)
 done:
     participant_destroy(self->participant);
     fabric_atn_destroy(self->service);
+    observe_close(self->observe);
     fabric_detach(self->fabric);
     free(self->plan);
     if (self->base)

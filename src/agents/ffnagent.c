@@ -34,6 +34,7 @@ typedef struct ffnagent {
     fabric_t *fabric;
     fabric_ffn_t *service;
     ffn_runtime_t *runtime;
+    observe_t *observe;
     worker_t loader, worker;
     struct event *on_progress;
     _Atomic uint64_t done_before, done_bytes;
@@ -46,6 +47,17 @@ static xp_status_t execute(void *context, uint32_t lane, uint32_t weights, uint3
 {
     ffnagent_t *self = context;
     return ffn_runtime_execute(self->runtime, lane, weights, layer, rows, in, out);
+}
+
+static void describe(void *context, uint32_t weights, uint32_t layer, uint32_t rows,
+                     observe_record_t *record)
+{
+    ffnagent_t *self = context;
+    uint32_t template, capacity;
+    if (ffn_runtime_describe(self->runtime, weights, layer, rows, &template, &capacity) != XP_OK)
+        return;
+    record->graph_template = (uint16_t)template;
+    record->capacity = capacity;
 }
 
 static xp_status_t service_job(void *context)
@@ -170,9 +182,15 @@ static void load_done(void *context, xp_status_t status, const char *error)
         participant_fail(self->participant, error);
         return;
     }
-    if (fabric_ffn_create(self->fabric, xp_clock_system(), execute, self, &self->service) !=
-            XP_OK ||
-        worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
+    if (observe_open(self->config->observe.folder, OBSERVE_FFN, self->device->name,
+                     self->config->observe.records, &self->observe) != XP_OK ||
+        fabric_ffn_create(self->fabric, xp_clock_system(), execute, self, &self->service) !=
+            XP_OK) {
+        participant_fail(self->participant, xp_error_last()->text);
+        return;
+    }
+    fabric_ffn_observe(self->service, self->observe, describe);
+    if (worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;
     }
@@ -300,6 +318,7 @@ int ffnagent_run(const config_t *config, const char *device)
 done:
     participant_destroy(self->participant);
     fabric_ffn_destroy(self->service);
+    observe_close(self->observe);
     fabric_detach(self->fabric);
     ffn_runtime_destroy(self->runtime);
     free(self->plan);

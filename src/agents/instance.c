@@ -41,6 +41,7 @@ typedef struct instance {
     participant_t *participant;
     xpw_Admitted admitted;
     transport_client_t *transport;
+    observe_t *observe;
     engine_t *engine;
     chat_template_t *chat_template;
     char no_template[XP_ERROR_TEXT_MAX];
@@ -290,8 +291,17 @@ static void on_admitted(instance_t *self, const xpw_Admitted *admitted)
                                      .max_rows = admitted->max_rows,
                                      .dtype = XP_DTYPE_F32,
                                      .dp_size = 1};
-    if (transport_client_create(&geometry, admitted->spin_ns, &self->transport) != XP_OK ||
-        worker_start(&self->loader, self->base, load_job, load_done, self) != XP_OK) {
+    char name[CONFIG_MAX_ID + 8];
+    snprintf(name, sizeof(name), "%s.0", self->model->id);
+    if (observe_open(self->config->observe.folder, OBSERVE_RANK, name,
+                     self->config->observe.records, &self->observe) != XP_OK ||
+        transport_client_create(&geometry, admitted->spin_ns, &self->transport) != XP_OK) {
+        participant_fail(self->participant, xp_error_last()->text);
+        return;
+    }
+    observe_name_instance(self->observe, admitted->instance, self->model->id);
+    transport_client_observe(self->transport, self->observe, admitted->instance, 0);
+    if (worker_start(&self->loader, self->base, load_job, load_done, self) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;
     }
@@ -411,6 +421,7 @@ done:
     engine_destroy(self->engine);
     chat_template_destroy(self->chat_template);
     transport_client_destroy(self->transport);
+    observe_close(self->observe);
     if (self->on_stats)
         event_free(self->on_stats);
     if (self->on_drain)

@@ -30,6 +30,9 @@ typedef struct up_child {
     pid_t pid;     /* 0 when it has ended */
     xpw_Role role; /* NONE for the daemon */
     char name[CONFIG_MAX_ID];
+    /* Another engine's main process, in a process group of its own: it has children, and signals of
+     * its own that a terminal's Ctrl-C must not reach. */
+    bool engine;
 } up_child_t;
 
 typedef struct up {
@@ -48,7 +51,7 @@ static const char *child_role(const up_child_t *child)
 }
 
 static xp_status_t spawn(up_t *up, const char *program, char *const *config_arguments,
-                         xpw_Role role, const char *name, const char *const *words)
+                         xpw_Role role, const char *name, bool engine, const char *const *words)
 {
     char *arguments[UP_MAX_ARGUMENTS];
     uint32_t count = 0;
@@ -72,6 +75,8 @@ static xp_status_t spawn(up_t *up, const char *program, char *const *config_argu
         sigprocmask(SIG_SETMASK, &term, NULL);
         signal(SIGINT, SIG_IGN);
         signal(SIGHUP, SIG_IGN);
+        if (engine)
+            setpgid(0, 0);
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != parent)
             _exit(1);
@@ -82,6 +87,9 @@ static xp_status_t spawn(up_t *up, const char *program, char *const *config_argu
     up_child_t *child = &up->children[up->count++];
     child->pid = pid;
     child->role = role;
+    child->engine = engine;
+    if (engine)
+        setpgid(pid, pid); /* here too: whoever comes first */
     snprintf(child->name, sizeof(child->name), "%s", name);
     return XP_OK;
 }
@@ -120,19 +128,22 @@ static xp_status_t wait_for_daemon(const up_t *up)
 static xp_status_t spawn_all(up_t *up, const char *program, char *const *config_arguments)
 {
     const config_t *config = up->config;
-    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_NONE, config->daemon.socket,
+    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_NONE, config->daemon.socket, false,
                  (const char *const[]){"daemon", "serve", NULL}));
     XP_TRY(wait_for_daemon(up));
     for (uint32_t f = 0; f < config->ffn_count; f++)
         XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_FFNAGENT, config->ffn[f].name,
+                     false,
                      (const char *const[]){"ffnagent", "--device", config->ffn[f].name, NULL}));
     for (uint32_t a = 0; a < config->atn_count; a++)
         XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_ATNAGENT, config->atn[a].name,
+                     false,
                      (const char *const[]){"atnagent", "--device", config->atn[a].name, NULL}));
     for (uint32_t m = 0; m < config->model_count; m++)
         XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_INSTANCE, config->models[m].id,
+                     config->models[m].engine == CONFIG_ENGINE_SGLANG,
                      (const char *const[]){"serve", config->models[m].id, NULL}));
-    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_GATEWAY, config->gateway.http,
+    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_GATEWAY, config->gateway.http, false,
                  (const char *const[]){"gateway", NULL}));
     return XP_OK;
 }
@@ -149,7 +160,10 @@ static void signal_all(const up_t *up, int signal_number)
 {
     for (uint32_t i = 0; i < up->count; i++)
         if (up->children[i].pid)
-            kill(up->children[i].pid, signal_number);
+            /* An engine ends its own tree when it is asked to; when it is killed, all of it is. */
+            kill(up->children[i].engine && signal_number == SIGKILL ? -up->children[i].pid
+                                                                    : up->children[i].pid,
+                 signal_number);
 }
 
 static void begin_force(up_t *up, uint64_t after_ns)
@@ -198,6 +212,9 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
     child->pid = 0;
     bool clean = WIFEXITED(wait_status) && WEXITSTATUS(wait_status) == 0;
     bool daemon = child->role == xpw_Role_ROLE_NONE;
+    /* SGLang's way to end in order is to kill its processes and itself. */
+    bool own_end = child->engine && WIFSIGNALED(wait_status) && !up->killed &&
+                   (WTERMSIG(wait_status) == SIGKILL || WTERMSIG(wait_status) == SIGTERM);
     if (daemon) {
         /* The daemon knows how the whole ended; its exit code is ours. */
         up->stopping = true;
@@ -215,6 +232,8 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
     if (clean)
         return;
     if (up->stopping || up->failed || daemon_is_stopping(up)) {
+        if (own_end && !up->failed)
+            return;
         up->exit_code = up->exit_code == 130 ? 130 : 1;
         return;
     }
@@ -242,13 +261,20 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
 static void reap(up_t *up)
 {
     for (;;) {
-        int wait_status;
-        pid_t pid = waitpid(-1, &wait_status, WNOHANG);
-        if (pid <= 0)
+        siginfo_t info = {.si_pid = 0};
+        if (waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || !info.si_pid)
             return;
+        up_child_t *child = NULL;
         for (uint32_t i = 0; i < up->count; i++)
-            if (up->children[i].pid == pid)
-                child_ended(up, &up->children[i], wait_status);
+            if (up->children[i].pid == info.si_pid)
+                child = &up->children[i];
+        /* What an engine's main process has started and not taken with it; its id is still its own
+         * while it has not been waited for. */
+        if (child && child->engine)
+            kill(-info.si_pid, SIGKILL);
+        int wait_status;
+        if (waitpid(info.si_pid, &wait_status, WNOHANG) == info.si_pid && child)
+            child_ended(up, child, wait_status);
     }
 }
 

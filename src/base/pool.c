@@ -41,7 +41,7 @@
 #define POOL_PAUSES  64 /* pauses before the first yield */
 /* Our own other threads take a yielded core for less than this; a longer absence means that
  * somebody else wants it for a whole time slice. */
-#define POOL_YIELD_CONTENDED   (300 * XP_NS_PER_US)
+#define POOL_YIELD_CONTENDED   (1000 * XP_NS_PER_US)
 #define POOL_CONTENDED_REGIONS 256
 
 typedef struct pool_slot {

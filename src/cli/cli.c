@@ -178,6 +178,13 @@ int cli_take_config_options(int *argc, char **argv, config_overrides_t *override
 int cli_load_config(int *argc, char **argv, config_t **config_out)
 {
     config_overrides_t overrides;
+    return cli_load_config_with(argc, argv, &overrides, config_out);
+}
+
+int cli_load_config_with(int *argc, char **argv, config_overrides_t *overrides_out,
+                         config_t **config_out)
+{
+    config_overrides_t overrides;
     config_t *config = NULL;
     int code = cli_take_config_options(argc, argv, &overrides);
     if (code != CLI_EXIT_OK)
@@ -198,6 +205,7 @@ int cli_load_config(int *argc, char **argv, config_t **config_out)
     xp_log_configure(config->logging.level, config->logging.format, config->logging.color);
     for (uint32_t i = 0; i < config_warning_count(config); i++)
         xp_log_warn("configuration: %s", config_warning(config, i));
+    *overrides_out = overrides;
     *config_out = config;
     return CLI_EXIT_OK;
 }

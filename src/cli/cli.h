@@ -12,9 +12,10 @@
 
 #include "config/config.h"
 
-#define CLI_EXIT_OK     0
-#define CLI_EXIT_FAILED 1
-#define CLI_EXIT_USAGE  2
+#define CLI_EXIT_OK        0
+#define CLI_EXIT_FAILED    1
+#define CLI_EXIT_USAGE     2
+#define CLI_EXIT_NOT_FOUND 127 /* exec without a command */
 
 /* Options every command that reads a configuration takes: --config FILE, --set KEY=VALUE
  * (repeatable), and --<registry key> VALUE for keys that allow the command line. Consumes those it
@@ -23,6 +24,9 @@
 int cli_take_config_options(int *argc, char **argv, config_overrides_t *overrides_out);
 /* As above, then config_load() and log set-up; prints errors. */
 int cli_load_config(int *argc, char **argv, config_t **config_out);
+/* The same, and tells which settings the command line gave; they point into argv. */
+int cli_load_config_with(int *argc, char **argv, config_overrides_t *overrides_out,
+                         config_t **config_out);
 /* "--name VALUE" or "--name=VALUE"; removes it from argv; returns NULL when absent. */
 const char *cli_take_option(int *argc, char **argv, const char *name);
 bool cli_take_flag(int *argc, char **argv, const char *name);
@@ -44,9 +48,11 @@ int cmd_daemon_check(int argc, char **argv);
 int cmd_atnagent(int argc, char **argv);
 int cmd_ffnagent(int argc, char **argv);
 int cmd_serve(int argc, char **argv);
+int cmd_exec(int argc, char **argv);
 int cmd_gateway(int argc, char **argv);
 int cmd_up(int argc, char **argv);
 int cmd_down(int argc, char **argv);
 int cmd_plan(int argc, char **argv);
+int cmd_trace(int argc, char **argv);
 int cmd_bench(int argc, char **argv);
 #endif

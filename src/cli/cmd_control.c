@@ -122,10 +122,22 @@ static void mib(uint64_t bytes)
     printf(" %10.1f", (double)bytes / 1048576.0);
 }
 
+/* The attention devices of an Instance's ranks: cpu:0+cpu:1. */
+static void attention_devices(const config_t *config, const plan_model_t *model, char *out,
+                              size_t size)
+{
+    out[0] = '\0';
+    for (uint32_t r = 0; r < model->ranks; r++) {
+        size_t used = strlen(out);
+        snprintf(out + used, size - used, "%s%s", used ? "+" : "",
+                 config->atn[model->rank_atn[r]].name);
+    }
+}
+
 static void print_plan(const config_t *config, const plan_result_t *plan)
 {
-    printf("%-24s %-22s %-10s %-14s %10s %10s %8s %8s\n", "model", "architecture", "attention",
-           "FFN", "atn MiB", "KV MiB", "KV tok", "context");
+    printf("%-24s %-22s %-8s %-10s %-14s %10s %10s %8s %8s\n", "model", "architecture", "engine",
+           "attention", "FFN", "atn MiB", "KV MiB", "KV tok", "context");
     for (uint32_t m = 0; m < plan->model_count; m++) {
         const plan_model_t *model = &plan->models[m];
         const plan_weights_t *weights = &plan->weights[model->weights];
@@ -136,8 +148,11 @@ static void print_plan(const config_t *config, const plan_result_t *plan)
                 snprintf(group + used, sizeof(group) - used, "%s%s", used ? "+" : "",
                          config->ffn[f].name);
             }
-        printf("%-24s %-22.22s %-10s %-14s", config->models[m].id, model->spec.architecture_name,
-               config->atn[model->atn_index].name, group);
+        char devices[128];
+        attention_devices(config, model, devices, sizeof(devices));
+        printf("%-24s %-22.22s %-8s %-10s %-14s", config->models[m].id,
+               model->spec.architecture_name, config_engine_name(config->models[m].engine), devices,
+               group);
         mib(model->attention_bytes);
         mib(model->kv_bytes);
         printf(" %8u %8u\n", model->kv_tokens, model->max_context);
@@ -171,12 +186,15 @@ static json_t *plan_json(const config_t *config, const plan_result_t *plan)
         for (uint32_t f = 0; f < plan->ffn_count; f++)
             if (weights->group & (1u << f))
                 json_array_append_new(group, json_string(config->ffn[f].name));
+        json_t *ranks = json_array();
+        for (uint32_t r = 0; r < model->ranks; r++)
+            json_array_append_new(ranks, json_string(config->atn[model->rank_atn[r]].name));
         json_array_append_new(
             models,
-            json_pack("{s:s,s:s,s:s,s:o,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "id",
-                      config->models[m].id, "architecture", model->spec.architecture_name,
-                      "attention_device", config->atn[model->atn_index].name, "execution_group",
-                      group, "weight_set", (int)model->weights, "ffn_tp_size",
+            json_pack("{s:s,s:s,s:s,s:o,s:o,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "id",
+                      config->models[m].id, "architecture", model->spec.architecture_name, "engine",
+                      config_engine_name(config->models[m].engine), "attention_devices", ranks,
+                      "execution_group", group, "weight_set", (int)model->weights, "ffn_tp_size",
                       (int)weights->tp_size, "ffn_shard_bytes", (json_int_t)weights->shard_bytes,
                       "attention_bytes", (json_int_t)model->attention_bytes, "workspace_bytes",
                       (json_int_t)model->workspace_bytes, "kv_bytes", (json_int_t)model->kv_bytes,

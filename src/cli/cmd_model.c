@@ -303,10 +303,14 @@ static const char synth_help[] =
     "  --experts N            8\n"
     "  --top-k N              2\n"
     "  --dense-layers N       0 (MLA: 1), first layers of a MoE model that are dense\n"
+    "  --groups N             1 (MLA: 4), groups of experts\n"
+    "  --top-groups N         1 (MLA: 2), groups a token may use\n"
+    "  --shared-experts N     0 (deepseek-v2: 2, glm4-moe-lite: 1)\n"
+    "  --routed-scale X       1 (deepseek-v2: 2.5, glm4-moe-lite: 1.8)\n"
     "  --norm-topk BOOL       true (deepseek-v2: false), renormalise the chosen experts' weights\n"
     "  --vocab N              512, at least 259\n"
     "  --context N            2048 (with --rope llama3: 16384)\n"
-    "  --rope KIND            none, linear, llama3 or yarn\n"
+    "  --rope KIND            none, linear, llama3 or yarn (deepseek-v2: none or yarn)\n"
     "  --tied                 input and output embeddings are one matrix\n"
     "  --dtype TYPE           f32, bf16 or f16\n"
     "  --format FORMAT        safetensors or gguf\n"
@@ -327,6 +331,22 @@ static bool synth_take_number(int *argc, char **argv, const char *name, uint64_t
     if (end == text || *end || errno || text[0] == '-' || number > maximum) {
         fprintf(stderr, "xpool: %s \"%s\" is no whole number from 0 to %" PRIu64 "\n", name, text,
                 maximum);
+        return false;
+    }
+    *value = number;
+    return true;
+}
+
+/* Reads a positive factor; false after printing what is wrong. */
+static bool synth_take_factor(int *argc, char **argv, const char *name, double *value)
+{
+    const char *text = cli_take_option(argc, argv, name);
+    if (!text)
+        return true;
+    char *end;
+    double number = strtod(text, &end);
+    if (end == text || *end || !(number >= 1e-3 && number <= 1e3)) {
+        fprintf(stderr, "xpool: %s \"%s\" is no number from 0.001 to 1000\n", name, text);
         return false;
     }
     *value = number;
@@ -374,6 +394,9 @@ static bool synth_take_options(int *argc, char **argv, synth_options_t *options)
         {"--experts", &options->experts},
         {"--top-k", &options->top_k},
         {"--dense-layers", &options->dense_layers},
+        {"--groups", &options->groups},
+        {"--top-groups", &options->top_groups},
+        {"--shared-experts", &options->shared_experts},
         {"--vocab", &options->vocab},
         {"--context", &options->context},
         {"--shards", &options->shards},
@@ -391,6 +414,7 @@ static bool synth_take_options(int *argc, char **argv, synth_options_t *options)
     unsigned rope = options->rope, dtype = 0, format = 0, quant = UINT32_MAX;
     unsigned normalize = options->normalize_top_k;
     if (!synth_take_number(argc, argv, "--seed", UINT64_MAX, &options->seed) ||
+        !synth_take_factor(argc, argv, "--routed-scale", &options->routed_scale) ||
         !synth_take_word(argc, argv, "--rope", ropes, &rope) ||
         !synth_take_word(argc, argv, "--dtype", dtypes, &dtype) ||
         !synth_take_word(argc, argv, "--format", formats, &format) ||

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The subcommands that run a role: daemon serve, atnagent, ffnagent, serve, gateway, up. */
+/* The subcommands that run a role: daemon serve, atnagent, ffnagent, serve, exec, gateway, up. */
 #include <stdio.h>
 #include <string.h>
 
@@ -74,15 +74,19 @@ static int run_ffnagent(int argc, char **argv, const config_t *config)
     return run_agent(argc, argv, config, true);
 }
 
-static int run_instance(int argc, char **argv, const config_t *config)
+static int run_instance(int argc, char **argv, const config_t *config,
+                        const config_overrides_t *overrides)
 {
-    if (argc < 2 && config->model_count == 1)
-        return instance_run(config, config->models[0].id);
-    if (argc < 2) {
+    const char *id = argc > 1 ? argv[1] : config->model_count == 1 ? config->models[0].id : NULL;
+    if (!id) {
         fprintf(stderr, "xpool: say which model: xpool serve MODEL_ID\n");
         return CLI_EXIT_USAGE;
     }
-    return cli_leftover(argc, argv, 2) ? CLI_EXIT_USAGE : instance_run(config, argv[1]);
+    if (cli_leftover(argc, argv, 2))
+        return CLI_EXIT_USAGE;
+    const config_model_t *model = config_model_find(config, id);
+    return model && model->engine == CONFIG_ENGINE_SGLANG ? sglang_run(config, overrides, id)
+                                                          : instance_run(config, id);
 }
 
 static int run_gateway(int argc, char **argv, const config_t *config)
@@ -122,12 +126,69 @@ int cmd_ffnagent(int argc, char **argv)
 
 int cmd_serve(int argc, char **argv)
 {
-    return with_config(argc, argv,
+    if (cli_wants_help(argc, argv,
                        "usage: xpool serve MODEL_ID [--config FILE]\n\n"
                        "Serves one model of the configuration: attention, KV Cache, sampling and "
-                       "its own HTTP;\nthe FFN of every layer is executed by the FfnAgents.\n\n"
-                       "  MODEL_ID           one of models[].id\n" CONFIG_HELP,
-                       run_instance);
+                       "its own HTTP;\nthe FFN of every layer is executed by the FfnAgents. With "
+                       "models[].engine = \"sglang\" this\nprocess becomes SGLang's server "
+                       "(models[].python, models[].engine_args).\n\n"
+                       "  MODEL_ID           one of models[].id\n" CONFIG_HELP))
+        return CLI_EXIT_OK;
+    config_overrides_t overrides;
+    config_t *config;
+    int code = cli_load_config_with(&argc, argv, &overrides, &config);
+    if (code)
+        return code;
+    code = run_instance(argc, argv, config, &overrides);
+    config_destroy(config);
+    return code;
+}
+
+int cmd_exec(int argc, char **argv)
+{
+    if (cli_wants_help(
+            argc, argv,
+            "usage: xpool exec [--model ID] [--config FILE] -- COMMAND [ARGUMENT...]\n\n"
+            "Becomes COMMAND, in the environment that an engine's process needs: the same "
+            "process, process\ngroup and descriptors, the arguments untouched, the exit code "
+            "COMMAND's own (127: not found,\n126: not executable). For example\n\n"
+            "  xpool exec --model m -- python -m sglang.launch_server --model-path /models/m "
+            "...\n\n"
+            "Set, unless they are set already, but for the first three:\n"
+            "  XPOOL_CONFIG, XPOOL_SET   this configuration, and settings of this command line\n"
+            "  XPOOL_MODEL_ID            ID, or the only configured model\n"
+            "  SGLANG_PLUGINS            xpool is added to what is there\n"
+            "  PYTHONPATH                the folder of the plugin, in front, where it lies beside "
+            "xpool's\n"
+            "  SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, and on CPU devices\n"
+            "  SGLANG_USE_CPU_ENGINE=1, TORCHDYNAMO_DISABLE=1, OMP_NUM_THREADS, empty\n"
+            "  CUDA_VISIBLE_DEVICES, and with several ranks SGLANG_CPU_OMP_THREADS_BIND and\n"
+            "  SGLANG_NCCL_SO_PATH\n\n"
+            "  --model ID         one of models[].id\n" CONFIG_HELP))
+        return CLI_EXIT_OK;
+    config_overrides_t overrides;
+    config_t *config;
+    int code = cli_load_config_with(&argc, argv, &overrides, &config);
+    if (code)
+        return code;
+    const char *model = cli_take_option(&argc, argv, "--model");
+    if (argc > 1 && strcmp(argv[1], "--") != 0) {
+        fprintf(stderr,
+                "xpool exec: unexpected \"%s\": the command stands behind --, as in "
+                "xpool exec -- %s\n",
+                argv[1], argv[1]);
+        code = CLI_EXIT_USAGE;
+    } else if (argc < 2) {
+        fprintf(stderr, "xpool exec: the command stands behind --, as in xpool exec -- COMMAND\n");
+        code = CLI_EXIT_USAGE;
+    } else if (argc < 3) {
+        fprintf(stderr, "xpool exec: there is no command behind --\n");
+        code = CLI_EXIT_NOT_FOUND;
+    } else {
+        code = exec_run(config, &overrides, model, argv + 2);
+    }
+    config_destroy(config);
+    return code;
 }
 
 int cmd_gateway(int argc, char **argv)

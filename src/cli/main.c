@@ -24,10 +24,12 @@ WEAK_COMMAND(cmd_daemon_check);
 WEAK_COMMAND(cmd_atnagent);
 WEAK_COMMAND(cmd_ffnagent);
 WEAK_COMMAND(cmd_serve);
+WEAK_COMMAND(cmd_exec);
 WEAK_COMMAND(cmd_gateway);
 WEAK_COMMAND(cmd_up);
 WEAK_COMMAND(cmd_down);
 WEAK_COMMAND(cmd_plan);
+WEAK_COMMAND(cmd_trace);
 WEAK_COMMAND(cmd_bench);
 
 typedef struct command {
@@ -44,7 +46,8 @@ static const command_t commands[] = {
      "exit 0 when the system is ready, else say what it waits for"},
     {"atnagent", cmd_atnagent, "run the AtnAgent of one attention device"},
     {"ffnagent", cmd_ffnagent, "run the FfnAgent of one FFN device"},
-    {"serve", cmd_serve, "run the native Instance of one model"},
+    {"serve", cmd_serve, "run the Instance of one model"},
+    {"exec", cmd_exec, "become another program, in an engine's environment"},
     {"gateway", cmd_gateway, "run the one HTTP door to all models"},
     {"plan", cmd_plan, "show what fits where, without starting anything"},
     {"config dump", cmd_config_dump, "print every setting in force and where it came from"},
@@ -55,6 +58,7 @@ static const command_t commands[] = {
     {"tokenize", cmd_tokenize, "text to token ids"},
     {"detokenize", cmd_detokenize, "token ids to text"},
     {"chat-template", cmd_chat_template, "messages to the text a model sees"},
+    {"trace", cmd_trace, "print what observers recorded, as JSON lines"},
     {"bench", cmd_bench, "measure"},
 };
 #define COMMAND_COUNT (sizeof(commands) / sizeof(commands[0]))

@@ -98,6 +98,10 @@ typedef struct config {
     } deadlines;
     char cache_root[CONFIG_MAX_PATH];
     struct {
+        char folder[CONFIG_MAX_PATH]; /* "" = off */
+        uint32_t records;             /* ring capacity of a process */
+    } observe;
+    struct {
         xp_log_level_t level;
         xp_log_color_t color;
         xp_log_format_t format;
@@ -109,14 +113,16 @@ typedef struct config {
     struct config_record *record; /* where each value came from; NULL in a config_t made by hand */
 } config_t;
 
+#define CONFIG_MAX_OVERRIDES 64
+
 /* Command-line settings: --set KEY=VALUE and --config FILE, plus the subcommand's own flags are
  * collected in here by cli/ and handed down. Values are parsed as TOML values, bare words as
  * strings. */
 typedef struct config_overrides {
     const char *config_path; /* NULL: XPOOL_CONFIG, else none */
     uint32_t count;
-    const char *keys[64];
-    const char *values[64];
+    const char *keys[CONFIG_MAX_OVERRIDES];
+    const char *values[CONFIG_MAX_OVERRIDES];
 } config_overrides_t;
 
 /* Resolves everything. Errors name file:line:column, the key, what was found, what is allowed and
@@ -131,6 +137,12 @@ uint32_t config_warning_count(const config_t *config);
 const char *config_warning(const config_t *config, uint32_t index);
 void config_destroy(config_t *config);
 
+const char *config_engine_name(config_engine_t engine); /* as the setting has it */
+/* The interpreter of a model's SGLang Instance: models[].python where it was set, else XPOOL_PYTHON
+ * of the environment, else venv-test below cache.root where it exists (scripts/test-venv makes it),
+ * else python3. */
+void config_model_python(const config_t *config, const config_model_t *model, char *out,
+                         size_t size);
 /* Path of a model's checkpoint by id (the seeds' XpoolConfig.model_path_of); XP_NOT_FOUND. */
 xp_status_t config_model_path_of(const config_t *config, const char *model_id,
                                  const char **path_out);

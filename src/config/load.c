@@ -4,6 +4,7 @@
  * immutable config_t. Runs on the calling thread at start; later only the getters are used, from
  * any thread.
  */
+#include "config/handoff.h"
 #include "config/resolve.h"
 
 #include <errno.h>
@@ -74,7 +75,9 @@ static void warn_environment(config_resolver_t *resolver)
             continue;
         memcpy(name, *entry, length);
         name[length] = '\0';
-        bool known = strcmp(name, "XPOOL_CONFIG") == 0;
+        bool known = strcmp(name, "XPOOL_CONFIG") == 0 || /* and those that are no settings */
+                     strcmp(name, CONFIG_HANDOFF_VARIABLE) == 0 ||
+                     strcmp(name, "XPOOL_PYTHON") == 0 || strcmp(name, "XPOOL_MODEL_ID") == 0;
         const char *nearest =
             config_text_distance(name, "XPOOL_CONFIG", 2) <= 2 ? "XPOOL_CONFIG" : NULL;
         for (uint32_t i = 0; i < config_setting_count && !known; i++) {
@@ -234,8 +237,10 @@ xp_status_t config_load_report(const config_overrides_t *overrides, config_t **c
 {
     xp_status_t status;
     char *text = NULL, folder[CONFIG_MAX_PATH] = "", source[CONFIG_MAX_PATH] = "";
+    char *handed_on = NULL;
     size_t length = 0;
     config_t *config = NULL;
+    config_overrides_t merged;
     const char *path =
         overrides && overrides->config_path ? overrides->config_path : getenv("XPOOL_CONFIG");
     if (path && !path[0])
@@ -244,17 +249,22 @@ xp_status_t config_load_report(const config_overrides_t *overrides, config_t **c
         XP_TRY_GOTO(status, done, xp_file_read(path, CONFIG_TREE_MAX_BYTES, &text, &length));
         XP_TRY_GOTO(status, done, folder_of(path, folder, sizeof(folder), source, sizeof(source)));
     }
-    status = config_load_text(text, length, path ? path : "", folder, overrides, &config, report);
+    XP_TRY_GOTO(
+        status, done,
+        config_handoff_read(getenv(CONFIG_HANDOFF_VARIABLE), overrides, &handed_on, &merged));
+    status = config_load_text(text, length, path ? path : "", folder, &merged, &config, report);
     if (status != XP_OK)
         goto reported;
     snprintf(config->source_path, sizeof(config->source_path), "%s", source);
     *config_out = config;
     free(text);
+    free(handed_on);
     return XP_OK;
 done:
     xp_fail_context(status, "configuration");
 reported:
     free(text);
+    free(handed_on);
     if (report && report->length == 0)
         xp_buf_append_text(report, xp_error_last()->text);
     return status;

@@ -20,7 +20,6 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "control/daemon_private.h"
-#include "transport/transport.h"
 
 /* After a canonical failure everyone ends by itself; who has not by then is killed, so that the
  * whole system is gone within a second. */
@@ -38,8 +37,10 @@ const char *daemon_state_name(daemon_state_t state)
 
 const char *daemon_instance_state_name(daemon_instance_state_t state)
 {
-    static const char *const names[] = {"absent",   "loading",      "waiting for its AtnAgent",
-                                        "attached", "initialising", "serving"};
+    static const char *const names[] = {
+        "absent",   "loading",      "waiting for its AtnAgent",
+        "attached", "initialising", "waiting for its HTTP /health to answer",
+        "serving"};
     return names[state];
 }
 
@@ -78,6 +79,8 @@ static void send_to(daemon_participant_t *participant, const xpw_Envelope *envel
 
 void daemon_send_stop(daemon_participant_t *participant, xpw_StopPhase phase, double seconds)
 {
+    if (participant && phase != xpw_StopPhase_STOP_QUIESCE)
+        participant->told_to_stop = true;
     xpw_Envelope envelope = {.which_body = xpw_Envelope_stop_tag};
     envelope.body.stop.phase = phase;
     envelope.body.stop.seconds = (uint32_t)(seconds + 0.5);
@@ -95,8 +98,11 @@ void daemon_send_backend(daemon_t *daemon, const daemon_instance_t *instance)
     snprintf(backend->host, sizeof(backend->host), "%s", instance->host);
     backend->port = instance->port;
     backend->max_context = instance->max_context;
-    if (instance->state == INSTANCE_SERVING) {
+    if (instance->state == INSTANCE_SERVING && instance->port) {
         backend->state = WIRE_BACKEND_UP;
+    } else if (instance->state == INSTANCE_SERVING) {
+        backend->state = WIRE_BACKEND_DOWN;
+        snprintf(backend->reason, sizeof(backend->reason), "its engine serves no HTTP");
     } else if (instance->state == INSTANCE_ABSENT && instance->absence[0]) {
         backend->state = WIRE_BACKEND_DOWN;
         snprintf(backend->reason, sizeof(backend->reason), "%s", instance->absence);
@@ -169,7 +175,7 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out)
         }
         verdict.serving_healthy = false;
         if (instance->state == INSTANCE_ABSENT)
-            add_reason(&verdict, "model %s: %s", daemon->config->models[i].id,
+            add_reason(&verdict, "model %s: %.200s", daemon->config->models[i].id,
                        instance->absence[0] ? instance->absence : "its Instance is not registered");
         else
             add_reason(&verdict, "model %s: %s", daemon->config->models[i].id,
@@ -209,19 +215,6 @@ static void send_joins(daemon_t *daemon)
     }
 }
 
-static void initialize_attached(daemon_t *daemon)
-{
-    for (uint32_t i = 0; i < daemon->config->model_count; i++) {
-        daemon_instance_t *instance = &daemon->instances[i];
-        if (instance->state != INSTANCE_ATTACHED)
-            continue;
-        instance->state = INSTANCE_INITIALIZING;
-        xpw_Envelope envelope = {.which_body = xpw_Envelope_initialize_tag};
-        send_to(instance->participant, &envelope, NULL, 0);
-        daemon_send_backend(daemon, instance);
-    }
-}
-
 void daemon_advance(daemon_t *daemon)
 {
     if (daemon->failed || daemon->state >= DAEMON_QUIESCING)
@@ -242,14 +235,15 @@ void daemon_advance(daemon_t *daemon)
             send_to(daemon->ffn[f], &envelope, NULL, 0);
         }
         for (uint32_t i = 0; i < daemon->config->model_count; i++)
-            daemon_try_attach(daemon, &daemon->instances[i]);
+            daemon_instance_try_attach(&daemon->instances[i]);
     }
     if (daemon->state == DAEMON_PREPARING_EXECUTION && all_agents(daemon, true, true)) {
         set_state(daemon, DAEMON_EXECUTABLE);
         event_del(daemon->on_deadline);
     }
     if (daemon->state == DAEMON_EXECUTABLE || daemon->state == DAEMON_READY) {
-        initialize_attached(daemon);
+        for (uint32_t i = 0; i < daemon->config->model_count; i++)
+            daemon_instance_initialize(&daemon->instances[i]);
         daemon_verdict_t verdict;
         daemon_verdict(daemon, &verdict);
         if (daemon->state == DAEMON_EXECUTABLE && verdict.system_ready) {
@@ -304,8 +298,7 @@ void daemon_fail(daemon_t *daemon, const char *who, const char *what)
         fabric_fail(daemon->fabric, FABRIC_PE_OBSERVER, text);
     }
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
-        if (daemon->instances[i].arena_fd >= 0)
-            transport_arena_close(daemon->instances[i].arena_fd, XP_FATAL);
+        daemon_instance_close_arenas(&daemon->instances[i], XP_FATAL);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_failure_tag};
     envelope.body.failure = *failure;
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++)
@@ -338,7 +331,7 @@ bool daemon_fail_from_fabric(daemon_t *daemon)
 static bool any_instance(const daemon_t *daemon)
 {
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
-        if (daemon->instances[i].participant)
+        if (daemon_instance_present(&daemon->instances[i]))
             return true;
     return false;
 }
@@ -353,11 +346,11 @@ void daemon_stop(daemon_t *daemon, const char *reason)
     set_state(daemon, DAEMON_QUIESCING);
     daemon_send_stop(daemon->gateway, xpw_StopPhase_STOP_QUIESCE, 0);
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
-        daemon_send_stop(daemon->instances[i].participant, xpw_StopPhase_STOP_QUIESCE, 0);
+        daemon_instance_stop(&daemon->instances[i], xpw_StopPhase_STOP_QUIESCE, 0);
     set_state(daemon, DAEMON_DRAINING);
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
-        daemon_send_stop(daemon->instances[i].participant, xpw_StopPhase_STOP_DRAIN,
-                         daemon->config->deadlines.drain);
+        daemon_instance_stop(&daemon->instances[i], xpw_StopPhase_STOP_DRAIN,
+                             daemon->config->deadlines.drain);
     set_deadline(daemon, daemon->config->deadlines.drain + daemon->config->deadlines.stop);
 }
 
@@ -513,6 +506,12 @@ static xp_status_t daemon_start(daemon_t *daemon)
 {
     const config_t *config = daemon->config;
     XP_TRY(planner_make(config, 1, &daemon->planned));
+    for (uint32_t i = 0; i < config->model_count; i++) {
+        daemon->instances[i].rank_count = daemon->planned->models[i].ranks;
+        if (config->models[i].engine == CONFIG_ENGINE_SGLANG)
+            XP_TRY(
+                model_checkpoint_digest(config->models[i].path, daemon->instances[i].checkpoint));
+    }
     XP_TRY(make_plan_memfd(&daemon->planned->plan, &daemon->plan_fd));
     XP_TRY(fabric_shm_make(&daemon->planned->plan, &daemon->descriptors));
     XP_TRY(fabric_attach("shm", &daemon->planned->plan, &daemon->descriptors, FABRIC_PE_OBSERVER,
@@ -575,7 +574,8 @@ int daemon_run(const config_t *config)
     for (uint32_t i = 0; i < CONFIG_MAX_MODELS; i++) {
         daemon->instances[i].daemon = daemon;
         daemon->instances[i].index = i;
-        daemon->instances[i].arena_fd = -1;
+        for (uint32_t r = 0; r < FABRIC_MAX_RANKS; r++)
+            daemon->instances[i].ranks[r].arena_fd = -1;
     }
     signal(SIGPIPE, SIG_IGN);
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++)
@@ -612,8 +612,9 @@ done:
         if (*events[i])
             event_free(*events[i]);
     for (uint32_t i = 0; i < CONFIG_MAX_MODELS; i++)
-        if (daemon->instances[i].arena_fd >= 0)
-            close(daemon->instances[i].arena_fd);
+        for (uint32_t r = 0; r < FABRIC_MAX_RANKS; r++)
+            if (daemon->instances[i].ranks[r].arena_fd >= 0)
+                close(daemon->instances[i].ranks[r].arena_fd);
     wire_unlisten(config->daemon.socket, daemon->listener, daemon->lock);
     fabric_detach(daemon->fabric);
     if (daemon->descriptors.arena_fd >= 0)

@@ -15,7 +15,6 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "control/daemon_private.h"
-#include "transport/transport.h"
 
 #define LAST_WORDS         64                 /* packets read of a process that has died */
 #define HELLO_TIMEOUT_NS   (5 * XP_NS_PER_S)  /* a connection that says nothing */
@@ -57,66 +56,24 @@ void daemon_participant_kill(daemon_participant_t *participant)
         kill(participant->pid, SIGKILL);
 }
 
-/* ---- arenas -----------------------------------------------------------------------------------
- */
-
-void daemon_try_attach(daemon_t *daemon, daemon_instance_t *instance)
-{
-    uint32_t atn = daemon->planned->models[instance->index].atn_index;
-    if (instance->state != INSTANCE_OFFERED || instance->attached_at_agent || !daemon->atn[atn] ||
-        !daemon->atn[atn]->joined)
-        return;
-    instance->lease = ++daemon->next_lease;
-    instance->attached_at_agent = true;
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_attach_tag};
-    xpw_ArenaAttach *attach = &envelope.body.arena_attach;
-    attach->instance = instance->index;
-    attach->rank = 0;
-    attach->hidden = instance->offer.hidden;
-    attach->max_rows = instance->offer.max_rows;
-    attach->dtype = instance->offer.dtype;
-    attach->dp_size = 1;
-    attach->lease = instance->lease;
-    if (wire_channel_send(daemon->atn[atn]->channel, &envelope, &instance->arena_fd, 1) != XP_OK)
-        xp_log_error("cannot hand an arena to its AtnAgent");
-}
-
-void daemon_instance_release(daemon_t *daemon, daemon_instance_t *instance, const char *why)
-{
-    uint32_t atn = daemon->planned->models[instance->index].atn_index;
-    if (instance->attached_at_agent && daemon->atn[atn]) {
-        xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_detach_tag};
-        envelope.body.arena_detach.instance = instance->index;
-        wire_channel_send(daemon->atn[atn]->channel, &envelope, NULL, 0);
-    }
-    instance->attached_at_agent = false;
-    if (instance->arena_fd >= 0) {
-        transport_arena_close(instance->arena_fd, XP_CLOSED);
-        close(instance->arena_fd);
-        instance->arena_fd = -1;
-    }
-    instance->state = INSTANCE_ABSENT;
-    instance->participant = NULL;
-    instance->healthy = false;
-    instance->port = 0;
-    memset(&instance->stats, 0, sizeof(instance->stats));
-    snprintf(instance->absence, sizeof(instance->absence), "%s", why);
-    daemon_send_backend(daemon, instance);
-}
-
 /* ---- going away -------------------------------------------------------------------------------
  */
 
-/* The participant ended: by itself (said_bye) or not. Frees it. */
-static void participant_gone(daemon_participant_t *participant)
+/* By itself: it said so, or, as an engine whose own main process ends it, was told to and did. */
+static bool ended_in_order(const daemon_participant_t *participant)
+{
+    return participant->said_bye || (participant->library && participant->told_to_stop);
+}
+
+void daemon_participant_gone(daemon_participant_t *participant)
 {
     daemon_t *daemon = participant->daemon;
     char who[160];
     daemon_participant_describe(participant, who, sizeof(who));
-    bool ordered = participant->said_bye;
+    bool ordered = ended_in_order(participant), library = participant->library;
     bool stopping = daemon->failed || daemon->state >= DAEMON_QUIESCING;
     xpw_Role role = participant->role;
-    uint32_t index = participant->index;
+    uint32_t index = participant->index, rank = participant->rank;
     if (role == xpw_Role_ROLE_NONE || role == xpw_Role_ROLE_CLIENT) {
         daemon_participant_free(participant);
         return;
@@ -133,19 +90,20 @@ static void participant_gone(daemon_participant_t *participant)
 
     switch (role) {
     case xpw_Role_ROLE_INSTANCE: {
+        const char *id = daemon->config->models[index].id;
         char why[256];
-        if (daemon->instances[index].absence[0]) /* it told why itself */
-            snprintf(why, sizeof(why), "%s", daemon->instances[index].absence);
-        else if (ordered)
+        if (ordered)
             snprintf(why, sizeof(why), "its Instance was stopped; start it with `xpool serve %s`",
-                     daemon->config->models[index].id);
+                     id);
+        else if (library) /* an engine that its user stops ends without a word to us */
+            snprintf(why, sizeof(why),
+                     "its Instance (rank %u, pid %d) died or was stopped; start it again with "
+                     "`xpool serve %s`",
+                     rank, pid, id);
         else
             snprintf(why, sizeof(why),
-                     "its Instance (pid %d) died; start it again with `xpool serve %s`", pid,
-                     daemon->config->models[index].id);
-        if (!stopping)
-            xp_log_warn("model %s: %s", daemon->config->models[index].id, why);
-        daemon_instance_release(daemon, &daemon->instances[index], why);
+                     "its Instance (pid %d) died; start it again with `xpool serve %s`", pid, id);
+        daemon_instance_rank_gone(&daemon->instances[index], rank, why);
         break;
     }
     case xpw_Role_ROLE_ATNAGENT:
@@ -173,6 +131,16 @@ static void participant_gone(daemon_participant_t *participant)
     event_active(daemon->on_tick, EV_TIMEOUT, 0); /* continue the stop, advance */
 }
 
+void daemon_participant_violates(daemon_participant_t *participant, const char *what)
+{
+    char who[160];
+    daemon_participant_describe(participant, who, sizeof(who));
+    xp_log_warn("dropping %s: %s", who, what);
+    if (participant->role != xpw_Role_ROLE_NONE && participant->role != xpw_Role_ROLE_CLIENT)
+        daemon_participant_kill(participant);
+    daemon_participant_gone(participant);
+}
+
 static void on_channel_closed(void *context, wire_channel_t *channel, xp_status_t status)
 {
     daemon_participant_t *participant = context;
@@ -185,7 +153,7 @@ static void on_channel_closed(void *context, wire_channel_t *channel, xp_status_
             daemon_participant_kill(
                 participant); /* a peer that breaks the protocol is out of control */
     }
-    participant_gone(participant);
+    daemon_participant_gone(participant);
 }
 
 static void on_message(void *context, wire_channel_t *channel, const xpw_Envelope *envelope,
@@ -206,15 +174,13 @@ static void on_process_death(evutil_socket_t fd, short events, void *context)
         if (participant->channel != channel)
             return; /* that message was its end */
     }
-    participant_gone(participant);
+    daemon_participant_gone(participant);
 }
 
 /* ---- messages ---------------------------------------------------------------------------------
  */
 
-static void refuse(daemon_participant_t *participant, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
-static void refuse(daemon_participant_t *participant, const char *format, ...)
+void daemon_participant_refuse(daemon_participant_t *participant, const char *format, ...)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_refused_tag};
     va_list arguments;
@@ -229,23 +195,6 @@ static void refuse(daemon_participant_t *participant, const char *format, ...)
     participant->since_ns = xp_monotonic_ns();
     envelope.body.refused.stopping =
         participant->daemon->state >= DAEMON_QUIESCING && !participant->daemon->failed;
-    wire_channel_send(participant->channel, &envelope, NULL, 0);
-}
-
-static void send_admitted(daemon_t *daemon, daemon_participant_t *participant)
-{
-    const plan_model_t *model = &daemon->planned->models[participant->index];
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_admitted_tag};
-    xpw_Admitted *admitted = &envelope.body.admitted;
-    admitted->generation = daemon->planned->plan.generation;
-    admitted->instance = participant->index;
-    admitted->hidden = model->spec.hidden;
-    admitted->max_rows = model->max_rows;
-    admitted->kv_tokens = model->kv_tokens;
-    admitted->max_context = model->max_context;
-    admitted->atn_index = model->atn_index;
-    admitted->spin_ns = daemon->planned->plan.spin_ns;
-    admitted->submission_timeout_ns = daemon->planned->plan.submission_timeout_ns;
     wire_channel_send(participant->channel, &envelope, NULL, 0);
 }
 
@@ -266,92 +215,63 @@ static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
     daemon_participant_t **slots = ffn ? daemon->ffn : daemon->atn;
     uint32_t index;
     if (!config_device_find(daemon->config, ffn, participant->name, &index)) {
-        refuse(participant, "device %s is not in %s.devices", participant->name,
-               ffn ? "ffn" : "atn");
+        daemon_participant_refuse(participant, "device %s is not in %s.devices", participant->name,
+                                  ffn ? "ffn" : "atn");
         return;
     }
     if (slots[index]) {
-        refuse(participant, "device %s already has its agent (pid %d)", participant->name,
-               (int)slots[index]->pid);
+        daemon_participant_refuse(participant, "device %s already has its agent (pid %d)",
+                                  participant->name, (int)slots[index]->pid);
         return;
     }
     if (daemon->state != DAEMON_REGISTERING) {
-        refuse(participant, "Generation %llu is %s: agents cannot join any more",
-               (unsigned long long)daemon->planned->plan.generation,
-               daemon_state_name(daemon->state));
+        daemon_participant_refuse(participant, "Generation %llu is %s: agents cannot join any more",
+                                  (unsigned long long)daemon->planned->plan.generation,
+                                  daemon_state_name(daemon->state));
         return;
     }
     participant->index = index;
     slots[index] = participant;
 }
 
-static void register_instance(daemon_t *daemon, daemon_participant_t *participant,
-                              const xpw_Hello *hello)
-{
-    const config_model_t *model = config_model_find(daemon->config, participant->name);
-    if (!model) {
-        refuse(participant, "model %s is not in the configuration", participant->name);
-        return;
-    }
-    uint32_t index = (uint32_t)(model - daemon->config->models);
-    daemon_instance_t *instance = &daemon->instances[index];
-    if (hello->rank >= model->attention_tp * model->attention_dp) {
-        refuse(participant, "rank %u of model %s: it has %u rank(s)", hello->rank, model->id,
-               model->attention_tp * model->attention_dp);
-        return;
-    }
-    if (instance->participant) {
-        refuse(participant, "model %s already has its Instance (pid %d)", model->id,
-               (int)instance->participant->pid);
-        return;
-    }
-    participant->index = index;
-    instance->participant = participant;
-    instance->state = INSTANCE_ADMITTED;
-    instance->admitted_ns = xp_monotonic_ns();
-    instance->absence[0] = '\0';
-    send_admitted(daemon, participant);
-    daemon_send_backend(daemon, instance);
-}
-
-static void protocol_error(daemon_participant_t *participant, const char *what);
-
 static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
 {
     daemon_t *daemon = participant->daemon;
     if (participant->role != xpw_Role_ROLE_NONE) {
-        protocol_error(participant, "a second Hello");
+        daemon_participant_violates(participant, "a second Hello");
         return;
     }
     participant->role = hello->role;
     snprintf(participant->name, sizeof(participant->name), "%s", hello->name);
     snprintf(participant->kernels, sizeof(participant->kernels), "%s", hello->kernels);
     if (hello->abi != WIRE_ABI) {
-        refuse(participant, "control ABI %u, the daemon (%s) speaks %u: use the same build",
-               hello->abi, XPOOL_VERSION, WIRE_ABI);
+        daemon_participant_refuse(participant,
+                                  "control ABI %u, the daemon (%s) speaks %u: use the same build",
+                                  hello->abi, XPOOL_VERSION, WIRE_ABI);
         return;
     }
     if (strcmp(hello->version, XPOOL_VERSION) != 0) {
-        refuse(participant, "version %s, the daemon is %s: use the same build", hello->version,
-               XPOOL_VERSION);
+        daemon_participant_refuse(participant, "version %s, the daemon is %s: use the same build",
+                                  hello->version, XPOOL_VERSION);
         return;
     }
     if (hello->role == xpw_Role_ROLE_CLIENT)
         return;
     if (memcmp(hello->digest, daemon->config->digest, sizeof(hello->digest)) != 0) {
-        refuse(participant,
-               "its resolved configuration differs from the daemon's; compare `xpool config dump` "
-               "in both environments (the daemon read %s)",
-               daemon->config->source_path[0] ? daemon->config->source_path : "no file");
+        daemon_participant_refuse(
+            participant,
+            "its resolved configuration differs from the daemon's; compare `xpool config dump` "
+            "in both environments (the daemon read %s)",
+            daemon->config->source_path[0] ? daemon->config->source_path : "no file");
         return;
     }
     if (daemon->failed) {
-        refuse(participant, "the Generation has failed: %s: %.200s", daemon->failure.who,
-               daemon->failure.what);
+        daemon_participant_refuse(participant, "the Generation has failed: %s: %.200s",
+                                  daemon->failure.who, daemon->failure.what);
         return;
     }
     if (daemon->state >= DAEMON_QUIESCING) {
-        refuse(participant, "the system is stopping (%s)", daemon->stop_reason);
+        daemon_participant_refuse(participant, "the system is stopping (%s)", daemon->stop_reason);
         return;
     }
     watch_process(daemon, participant);
@@ -361,11 +281,12 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
         register_agent(daemon, participant);
         break;
     case xpw_Role_ROLE_INSTANCE:
-        register_instance(daemon, participant, hello);
+        daemon_instance_register(participant, hello);
         break;
     case xpw_Role_ROLE_GATEWAY:
         if (daemon->gateway) {
-            refuse(participant, "a gateway is running already (pid %d)", (int)daemon->gateway->pid);
+            daemon_participant_refuse(participant, "a gateway is running already (pid %d)",
+                                      (int)daemon->gateway->pid);
             return;
         }
         daemon->gateway = participant;
@@ -374,87 +295,13 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
             daemon_send_backend(daemon, &daemon->instances[i]);
         break;
     default:
-        refuse(participant, "unknown role %d", (int)hello->role);
+        daemon_participant_refuse(participant, "unknown role %d", (int)hello->role);
         return;
     }
     if (participant->role != xpw_Role_ROLE_NONE) {
         char who[160];
         daemon_participant_describe(participant, who, sizeof(who));
         xp_log_info("registered %s", who);
-    }
-}
-
-static void protocol_error(daemon_participant_t *participant, const char *what)
-{
-    char who[160];
-    daemon_participant_describe(participant, who, sizeof(who));
-    xp_log_warn("dropping %s: %s", who, what);
-    if (participant->role != xpw_Role_ROLE_NONE && participant->role != xpw_Role_ROLE_CLIENT)
-        daemon_participant_kill(participant);
-    participant_gone(participant);
-}
-
-static void on_instance_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
-                                wire_descriptors_t *fds)
-{
-    daemon_t *daemon = participant->daemon;
-    daemon_instance_t *instance = &daemon->instances[participant->index];
-    switch (envelope->which_body) {
-    case xpw_Envelope_arena_offer_tag: {
-        const plan_model_t *model = &daemon->planned->models[instance->index];
-        if (instance->state != INSTANCE_ADMITTED || fds->count != 1 ||
-            envelope->body.arena_offer.hidden != model->spec.hidden ||
-            envelope->body.arena_offer.max_rows != model->max_rows ||
-            envelope->body.arena_offer.dtype != XP_DTYPE_F32) {
-            protocol_error(participant, "an arena that differs from the plan");
-            return;
-        }
-        instance->arena_fd = wire_descriptors_take(fds, 0);
-        instance->offer = envelope->body.arena_offer;
-        instance->state = INSTANCE_OFFERED;
-        daemon_try_attach(daemon, instance);
-        break;
-    }
-    case xpw_Envelope_initialized_tag: {
-        if (instance->state != INSTANCE_INITIALIZING) {
-            protocol_error(participant, "Initialized out of order");
-            return;
-        }
-        const xpw_Initialized *initialized = &envelope->body.initialized;
-        snprintf(instance->host, sizeof(instance->host), "%s", initialized->host);
-        instance->port = initialized->port;
-        instance->weight_bytes = initialized->weight_bytes;
-        instance->kv_bytes = initialized->kv_bytes;
-        instance->max_context = initialized->max_context;
-        instance->state = INSTANCE_SERVING;
-        instance->absence[0] = '\0';
-        xp_log_info("model %s serves on %s:%u", daemon->config->models[instance->index].id,
-                    instance->host, instance->port);
-        daemon_send_backend(daemon, instance);
-        daemon_status_probe(daemon);
-        daemon_advance(daemon);
-        break;
-    }
-    case xpw_Envelope_instance_stats_tag:
-        instance->stats = envelope->body.instance_stats;
-        break;
-    case xpw_Envelope_fail_report_tag:
-        /* An Instance's own failure ends that Instance, not the Generation; but a system that
-         * `xpool up` starts as a whole does not start without one of its models. */
-        if (getenv("XPOOL_UNDER_UP") && !daemon->ready_ns) {
-            daemon_fail(daemon, envelope->body.fail_report.who, envelope->body.fail_report.what);
-            break;
-        }
-        xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
-        snprintf(instance->absence, sizeof(instance->absence), "%.255s",
-                 envelope->body.fail_report.what);
-        daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
-        break;
-    case xpw_Envelope_leave_tag:
-        daemon_send_stop(participant, xpw_StopPhase_STOP_DRAIN, daemon->config->deadlines.drain);
-        break;
-    default:
-        protocol_error(participant, "a message an Instance may not send");
     }
 }
 
@@ -480,30 +327,9 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
         participant->execution = envelope->body.executable;
         daemon_advance(daemon);
         break;
-    case xpw_Envelope_arena_attached_tag: {
-        const xpw_ArenaAttached *attached = &envelope->body.arena_attached;
-        if (attached->instance >= daemon->config->model_count)
-            break;
-        daemon_instance_t *instance = &daemon->instances[attached->instance];
-        if (attached->lease != instance->lease || instance->state != INSTANCE_OFFERED)
-            break; /* of an Instance that has gone meanwhile */
-        if (attached->error[0]) {
-            /* The Instance is not to blame; it leaves in order, and its model says why. */
-            xp_log_err("model %s: its arena was not attached: %s",
-                       daemon->config->models[instance->index].id, attached->error);
-            snprintf(instance->absence, sizeof(instance->absence),
-                     "its arena was not attached: %.200s", attached->error);
-            daemon_send_stop(instance->participant, xpw_StopPhase_STOP_FINALIZE, 0);
-            break;
-        }
-        instance->state = INSTANCE_ATTACHED;
-        xpw_Envelope answer = {.which_body = xpw_Envelope_attached_tag};
-        answer.body.attached.atn_pe = participant->index;
-        wire_channel_send(instance->participant->channel, &answer, &daemon->descriptors.doorbell_fd,
-                          1);
-        daemon_advance(daemon);
+    case xpw_Envelope_arena_attached_tag:
+        daemon_instance_attached(daemon, participant->index, &envelope->body.arena_attached);
         break;
-    }
     case xpw_Envelope_fail_report_tag:
         if (daemon->failed || !daemon_fail_from_fabric(daemon))
             daemon_fail(daemon, who, envelope->body.fail_report.what);
@@ -511,7 +337,7 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
     case xpw_Envelope_leave_tag: {
         bool instances = false;
         for (uint32_t i = 0; i < daemon->config->model_count; i++)
-            instances = instances || daemon->instances[i].participant;
+            instances = instances || daemon_instance_present(&daemon->instances[i]);
         if (instances) {
             char reason[128];
             snprintf(reason, sizeof(reason), "%.80s was asked to stop (%.30s)", who,
@@ -524,7 +350,7 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
         break;
     }
     default:
-        protocol_error(participant, "a message an agent may not send");
+        daemon_participant_violates(participant, "a message an agent may not send");
     }
 }
 
@@ -547,7 +373,7 @@ static void on_gateway_message(daemon_participant_t *participant, const xpw_Enve
         xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
         break;
     default:
-        protocol_error(participant, "a message a gateway may not send");
+        daemon_participant_violates(participant, "a message a gateway may not send");
     }
 }
 
@@ -585,7 +411,7 @@ static void on_client_message(daemon_participant_t *participant, const xpw_Envel
         daemon_fail(daemon, envelope->body.fail_report.who, envelope->body.fail_report.what);
         break;
     default:
-        protocol_error(participant, "a message a client may not send");
+        daemon_participant_violates(participant, "a message a client may not send");
     }
 }
 
@@ -607,7 +433,7 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
     }
     switch (participant->role) {
     case xpw_Role_ROLE_INSTANCE:
-        on_instance_message(participant, envelope, fds);
+        daemon_instance_message(participant, envelope, fds);
         break;
     case xpw_Role_ROLE_ATNAGENT:
     case xpw_Role_ROLE_FFNAGENT:
@@ -636,22 +462,9 @@ void daemon_drop_silent(daemon_t *daemon)
                          : participant->role == xpw_Role_ROLE_CLIENT ? CLIENT_TIMEOUT_NS
                                                                      : UINT64_MAX;
         if (!participant->wants_down && now - participant->since_ns > limit)
-            participant_gone(participant);
+            daemon_participant_gone(participant);
     }
-    uint64_t startup_ns = (uint64_t)(daemon->config->deadlines.startup * (double)XP_NS_PER_S);
-    for (uint32_t i = 0; i < daemon->config->model_count; i++) {
-        daemon_instance_t *instance = &daemon->instances[i];
-        if (!instance->participant || instance->state == INSTANCE_SERVING || daemon->failed ||
-            daemon->state >= DAEMON_QUIESCING || now - instance->admitted_ns < startup_ns)
-            continue;
-        snprintf(instance->absence, sizeof(instance->absence),
-                 "its Instance did not pass the initialisation barrier within %g s "
-                 "(deadlines.startup; it was %s)",
-                 daemon->config->deadlines.startup, daemon_instance_state_name(instance->state));
-        xp_log_err("model %s: %s: killed", daemon->config->models[i].id, instance->absence);
-        daemon_participant_kill(instance->participant);
-        participant_gone(instance->participant);
-    }
+    daemon_instances_drop_late(daemon);
 }
 
 void daemon_on_accept(evutil_socket_t listener, short events, void *context)

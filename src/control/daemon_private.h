@@ -10,6 +10,7 @@
 #include "config/config.h"
 #include "control/planner.h"
 #include "fabric/fabric.h"
+#include "model/digest.h"
 #include "wire/channel.h"
 
 #define DAEMON_MAX_PARTICIPANTS 128
@@ -44,6 +45,9 @@ typedef struct daemon_participant {
     struct event *on_death;
     bool said_bye, was_killed;
     bool refused;            /* nothing it says counts any more */
+    bool library;            /* an Instance Rank of another engine, through libxpool */
+    bool told_to_stop;       /* was sent STOP_DRAIN or STOP_FINALIZE */
+    uint32_t rank;           /* Instance */
     uint64_t since_ns;       /* connected, or a client's last question */
     bool joined, executable; /* agents */
     uint64_t progress_done, progress_total;
@@ -53,32 +57,57 @@ typedef struct daemon_participant {
     bool wants_down; /* client waiting for DownDone */
 } daemon_participant_t;
 
+/* How far one Instance Rank is. */
+typedef enum daemon_rank_state {
+    RANK_ABSENT = 0,
+    RANK_HELLO,        /* of a library: its Workload has not come yet */
+    RANK_ADMITTED,     /* loads its side */
+    RANK_OFFERED,      /* its arena waits for the AtnAgent */
+    RANK_ATTACHED,     /* its AtnAgent has the arena */
+    RANK_INITIALIZING, /* warms up through real FFN execution */
+    RANK_INITIALIZED,  /* past the initialisation barrier */
+} daemon_rank_state_t;
+
+/* The state of the Instance follows from its ranks' (daemon_instance_refresh). */
 typedef enum daemon_instance_state {
     INSTANCE_ABSENT = 0,
-    INSTANCE_ADMITTED, /* said Hello, loads its side */
-    INSTANCE_OFFERED,  /* its arena waits for the AtnAgent */
+    INSTANCE_LOADING,
+    INSTANCE_OFFERED,
     INSTANCE_ATTACHED,
-    INSTANCE_INITIALIZING, /* warms up through real FFN execution */
+    INSTANCE_INITIALIZING,
+    INSTANCE_INITIALIZED, /* a library's: its HTTP /health has not answered yet */
     INSTANCE_SERVING,
 } daemon_instance_state_t;
 
-typedef struct daemon_instance {
-    daemon_t *daemon;
-    uint32_t index;
-    daemon_instance_state_t state;
+typedef struct daemon_rank {
     daemon_participant_t *participant;
+    daemon_rank_state_t state;
     int arena_fd;
     xpw_ArenaOffer offer;
-    uint64_t admitted_ns; /* for deadlines.startup */
-    uint64_t lease;       /* names the current attachment */
+    uint64_t lease; /* names the current attachment */
     bool attached_at_agent;
-    char host[64];
-    uint32_t port;
     uint64_t weight_bytes, kv_bytes;
+} daemon_rank_t;
+
+typedef struct daemon_instance {
+    daemon_t *daemon;
+    uint32_t index, rank_count;
+    daemon_instance_state_t state;
+    daemon_rank_t ranks[FABRIC_MAX_RANKS];
+    /* One rank has gone: the leases are taken back, the other ranks are told to end, and a new
+     * Instance may come when the last of them has. */
+    bool ending;
+    uint64_t ending_ns;
+    uint64_t admitted_ns;                   /* the first rank's Hello, for deadlines.startup */
+    char engine[64];                        /* a library's name and release */
+    uint8_t checkpoint[MODEL_DIGEST_BYTES]; /* of the configured path, for engines that load it */
+    char host[64];
+    uint32_t port; /* 0: no HTTP */
     uint32_t max_context;
     xpw_InstanceStats stats;
     char absence[256]; /* why it is not there, once it was */
     bool healthy;      /* its own HTTP health answered */
+    bool was_healthy;  /* did so once */
     uint64_t healthy_at_ns;
     bool probing;
 } daemon_instance_t;
@@ -141,11 +170,33 @@ void daemon_send_backend(daemon_t *daemon, const daemon_instance_t *instance);
 void daemon_on_accept(evutil_socket_t fd, short events, void *context);
 void daemon_participant_free(daemon_participant_t *participant);
 void daemon_participant_kill(daemon_participant_t *participant); /* SIGKILL, by pidfd */
+void daemon_participant_gone(daemon_participant_t *participant); /* it ended; frees it */
+void daemon_participant_refuse(daemon_participant_t *participant, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+/* A peer that breaks the protocol is out of control: killed and dropped. */
+void daemon_participant_violates(daemon_participant_t *participant, const char *what);
 void daemon_drop_silent(daemon_t *daemon); /* connections and Instances past their time */
 uint32_t daemon_participants_left(const daemon_t *daemon); /* without clients */
-void daemon_instance_release(daemon_t *daemon, daemon_instance_t *instance, const char *why);
-void daemon_try_attach(daemon_t *daemon, daemon_instance_t *instance);
 void daemon_participant_describe(const daemon_participant_t *participant, char *out, size_t size);
+
+/* daemon_instance.c */
+void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello *hello);
+void daemon_instance_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
+                             wire_descriptors_t *fds);
+void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
+                              const xpw_ArenaAttached *attached);
+/* One of its ranks has gone, for this reason. */
+void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t rank, const char *why);
+void daemon_instance_try_attach(daemon_instance_t *instance);
+/* Tells the ranks to warm up, once all are attached. */
+void daemon_instance_initialize(daemon_instance_t *instance);
+/* Takes over what its ranks and its health say into its state, and tells the gateway. */
+void daemon_instance_refresh(daemon_instance_t *instance);
+void daemon_instance_stop(daemon_instance_t *instance, xpw_StopPhase phase, double seconds);
+bool daemon_instance_present(const daemon_instance_t *instance); /* any of its ranks is there */
+void daemon_instance_close_arenas(daemon_instance_t *instance, xp_status_t reason);
+uint64_t daemon_instance_weight_bytes(const daemon_instance_t *instance);
+void daemon_instances_drop_late(daemon_t *daemon); /* past deadlines.startup, or not ending */
 
 /* daemon_status.c */
 xp_status_t daemon_status_start(daemon_t *daemon);

@@ -22,8 +22,13 @@
 #define STATUS_MAX_BODY    1024
 #define STATUS_MAX_HEADERS 16384
 #define STATUS_TIMEOUT_S   10
-#define PROBE_TIMEOUT_S    2
-#define PROBE_INTERVAL_NS  (1000 * XP_NS_PER_MS)
+/* The native engine's health is one cheap answer of its event loop. Another engine's may be a real
+ * token (SGLang's is, unless it is told otherwise, as `xpool serve` does): once it has answered it
+ * is asked seldom, and given time. */
+#define PROBE_TIMEOUT_S          2
+#define PROBE_INTERVAL_NS        (1000 * XP_NS_PER_MS)
+#define LIBRARY_PROBE_TIMEOUT_S  20
+#define LIBRARY_PROBE_HEALTHY_NS (5 * XP_NS_PER_S)
 
 /* ---- helpers ----------------------------------------------------------------------------------
  */
@@ -142,12 +147,33 @@ static uint64_t held_weight_bytes(const daemon_t *daemon, uint32_t weights)
     return bytes;
 }
 
+static json_t *rank_json(const daemon_t *daemon, const daemon_instance_t *instance, uint32_t index)
+{
+    static const char *const states[] = {
+        [RANK_ABSENT] = "absent",          [RANK_HELLO] = "registering",
+        [RANK_ADMITTED] = "loading",       [RANK_OFFERED] = "waiting for its AtnAgent",
+        [RANK_ATTACHED] = "attached",      [RANK_INITIALIZING] = "initialising",
+        [RANK_INITIALIZED] = "initialised"};
+    const daemon_rank_t *rank = &instance->ranks[index];
+    uint32_t device = daemon->planned->models[instance->index].rank_atn[index];
+    json_t *json = json_pack("{s:i, s:s, s:s}", "rank", (int)index, "attention_device",
+                             daemon->config->atn[device].name, "state", states[rank->state]);
+    if (rank->participant) {
+        json_object_set_new(json, "pid", json_integer(rank->participant->pid));
+        json_object_set_new(json, "attention_weight_bytes",
+                            json_integer((json_int_t)rank->weight_bytes));
+        json_object_set_new(json, "kv_bytes", json_integer((json_int_t)rank->kv_bytes));
+    }
+    return json;
+}
+
 static json_t *model_json(const daemon_t *daemon, uint32_t index)
 {
     const daemon_instance_t *instance = &daemon->instances[index];
     const plan_model_t *planned = &daemon->planned->models[index];
     const plan_weights_t *weights = &daemon->planned->weights[planned->weights];
     const config_model_t *configured = &daemon->config->models[index];
+    const daemon_participant_t *first = instance->ranks[0].participant;
     const xpw_InstanceStats *s = &instance->stats;
     uint64_t invocations, rows;
     fabric_instance_counters(daemon->fabric, index, &invocations, &rows);
@@ -155,6 +181,10 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
         if (weights->group & (1u << f))
             json_array_append_new(group, json_string(daemon->config->ffn[f].name));
+    /* The first rank's device, or all of them, one entry a rank. */
+    json_t *ranks = json_array();
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        json_array_append_new(ranks, rank_json(daemon, instance, r));
     json_t *kv = json_pack(
         "{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "reserved_bytes", (json_int_t)s->kv_bytes,
         "page_tokens", (json_int_t)s->page_tokens, "pages", (json_int_t)s->kv_pages, "pages_used",
@@ -162,18 +192,23 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
         "floor_tokens", (json_int_t)configured->kv_floor_tokens, "ceiling_tokens",
         (json_int_t)planned->kv_tokens);
     json_t *json = json_pack(
-        "{s:s, s:s, s:s, s:s, s:s, s:o, s:i, s:I, s:I, s:I, s:I, s:b, s:o, s:I, s:I, s:i}", "id",
-        configured->id, "architecture", planned->spec.architecture_name, "state",
+        "{s:s, s:s, s:s, s:s, s:s, s:o, s:o, s:i, s:I, s:I, s:I, s:I, s:b, s:o, s:I, s:I, s:i}",
+        "id", configured->id, "architecture", planned->spec.architecture_name, "state",
         daemon_instance_state_name(instance->state), "reason", instance->absence,
-        "attention_device", daemon->config->atn[planned->atn_index].name, "execution_group", group,
-        "weight_set", (int)planned->weights, "ffn_weight_bytes",
+        "attention_device", daemon->config->atn[planned->rank_atn[0]].name, "ranks", ranks,
+        "execution_group", group, "weight_set", (int)planned->weights, "ffn_weight_bytes",
         (json_int_t)held_weight_bytes(daemon, planned->weights), "attention_weight_bytes",
-        (json_int_t)instance->weight_bytes, "max_context", (json_int_t)instance->max_context,
-        "max_rows", (json_int_t)planned->max_rows, "healthy", instance->healthy, "kv", kv,
-        "invocations", (json_int_t)invocations, "invocation_rows", (json_int_t)rows, "layers",
-        (int)planned->spec.layers);
-    if (instance->participant)
-        json_object_set_new(json, "pid", json_integer(instance->participant->pid));
+        (json_int_t)daemon_instance_weight_bytes(instance), "max_context",
+        (json_int_t)instance->max_context, "max_rows", (json_int_t)planned->max_rows, "healthy",
+        instance->healthy, "kv", kv, "invocations", (json_int_t)invocations, "invocation_rows",
+        (json_int_t)rows, "layers", (int)planned->spec.layers);
+    json_object_set_new(json, "engine_name",
+                        json_string(instance->engine[0] ? instance->engine
+                                                        : config_engine_name(configured->engine)));
+    json_object_set_new(json, "attention_tp", json_integer(configured->attention_tp));
+    json_object_set_new(json, "attention_dp", json_integer(configured->attention_dp));
+    if (first)
+        json_object_set_new(json, "pid", json_integer(first->pid));
     if (instance->port) {
         json_object_set_new(json, "host", json_string(instance->host));
         json_object_set_new(json, "port", json_integer(instance->port));
@@ -256,6 +291,14 @@ static void metric_head(struct evbuffer *out, const char *name, const char *kind
     evbuffer_add_printf(out, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind);
 }
 
+static uint32_t initialized_ranks(const daemon_instance_t *instance)
+{
+    uint32_t count = 0;
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        count += instance->ranks[r].state == RANK_INITIALIZED;
+    return count;
+}
+
 static void on_metrics(struct evhttp_request *request, void *context)
 {
     daemon_t *daemon = context;
@@ -321,6 +364,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
         const char *name, *kind, *help;
     } const model_metrics[] = {
         {"xpool_model_up", "gauge", "1 when the model's Instance serves"},
+        {"xpool_model_ranks", "gauge", "Instance Ranks that are past the initialisation barrier"},
         {"xpool_model_running_requests", "gauge", "Requests in the running batch"},
         {"xpool_model_waiting_requests", "gauge", "Requests in the queue"},
         {"xpool_model_prompt_tokens_total", "counter", "Prompt tokens computed"},
@@ -343,6 +387,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
             const xpw_InstanceStats *s = &instance->stats;
             double values[] = {
                 instance->state == INSTANCE_SERVING,
+                initialized_ranks(instance),
                 s->running,
                 s->waiting,
                 (double)s->prompt_tokens,
@@ -353,7 +398,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
                 s->kv_pages_cached,
                 (double)s->kv_bytes,
                 (double)held_weight_bytes(daemon, daemon->planned->models[i].weights),
-                (double)instance->weight_bytes,
+                (double)daemon_instance_weight_bytes(instance),
                 s->ttft_p99_ms,
                 s->tbt_p99_ms,
             };
@@ -414,8 +459,7 @@ static void on_other(struct evhttp_request *request, void *context)
 
 typedef struct probe {
     daemon_instance_t *instance;
-    struct evhttp_connection *connection;
-    pid_t pid;
+    uint64_t admitted_ns; /* names this life of the Instance */
 } probe_t;
 
 static void on_probe_done(struct evhttp_request *request, void *context)
@@ -423,45 +467,56 @@ static void on_probe_done(struct evhttp_request *request, void *context)
     probe_t *probe = context;
     daemon_instance_t *instance = probe->instance;
     instance->probing = false;
-    if (instance->participant && instance->participant->pid == probe->pid) {
+    if (instance->port && instance->admitted_ns == probe->admitted_ns) {
         instance->healthy = request && evhttp_request_get_response_code(request) == 200;
         instance->healthy_at_ns = xp_monotonic_ns();
+        if (instance->healthy && !instance->was_healthy) {
+            instance->was_healthy = true;
+            daemon_instance_refresh(instance);
+            daemon_advance(instance->daemon);
+        }
     }
     /* The connection frees itself (evhttp_connection_free_on_completion). */
     free(probe);
 }
 
+static void probe_instance(daemon_t *daemon, daemon_instance_t *instance)
+{
+    const daemon_participant_t *first = instance->ranks[0].participant;
+    bool library = first && first->library;
+    uint64_t interval_ns =
+        library && instance->healthy ? LIBRARY_PROBE_HEALTHY_NS : PROBE_INTERVAL_NS;
+    if ((instance->state != INSTANCE_SERVING && instance->state != INSTANCE_INITIALIZED) ||
+        instance->probing || !instance->port ||
+        (instance->healthy_at_ns && xp_monotonic_ns() - instance->healthy_at_ns < interval_ns))
+        return;
+    probe_t *probe = calloc(1, sizeof(*probe));
+    struct evhttp_connection *connection =
+        probe ? evhttp_connection_base_new(daemon->base, NULL, instance->host,
+                                           (uint16_t)instance->port)
+              : NULL;
+    struct evhttp_request *request = connection ? evhttp_request_new(on_probe_done, probe) : NULL;
+    if (!request) {
+        if (connection)
+            evhttp_connection_free(connection);
+        free(probe);
+        return;
+    }
+    probe->instance = instance;
+    probe->admitted_ns = instance->admitted_ns;
+    instance->probing = true;
+    evhttp_connection_set_timeout(connection, library ? LIBRARY_PROBE_TIMEOUT_S : PROBE_TIMEOUT_S);
+    evhttp_connection_free_on_completion(connection);
+    evhttp_add_header(evhttp_request_get_output_headers(request), "Host", instance->host);
+    evhttp_add_header(evhttp_request_get_output_headers(request), "Connection", "close");
+    if (evhttp_make_request(connection, request, EVHTTP_REQ_GET, "/health") != 0)
+        instance->probing = false; /* freed by libevent; the callback is not called */
+}
+
 void daemon_status_probe(daemon_t *daemon)
 {
-    uint64_t now = xp_monotonic_ns();
-    for (uint32_t i = 0; i < daemon->config->model_count; i++) {
-        daemon_instance_t *instance = &daemon->instances[i];
-        if (instance->state != INSTANCE_SERVING || instance->probing || !instance->port ||
-            (instance->healthy_at_ns && now - instance->healthy_at_ns < PROBE_INTERVAL_NS))
-            continue;
-        probe_t *probe = calloc(1, sizeof(*probe));
-        struct evhttp_connection *connection =
-            probe ? evhttp_connection_base_new(daemon->base, NULL, instance->host,
-                                               (uint16_t)instance->port)
-                  : NULL;
-        struct evhttp_request *request =
-            connection ? evhttp_request_new(on_probe_done, probe) : NULL;
-        if (!request) {
-            if (connection)
-                evhttp_connection_free(connection);
-            free(probe);
-            continue;
-        }
-        probe->instance = instance;
-        probe->pid = instance->participant->pid;
-        instance->probing = true;
-        evhttp_connection_set_timeout(connection, PROBE_TIMEOUT_S);
-        evhttp_connection_free_on_completion(connection);
-        evhttp_add_header(evhttp_request_get_output_headers(request), "Host", instance->host);
-        evhttp_add_header(evhttp_request_get_output_headers(request), "Connection", "close");
-        if (evhttp_make_request(connection, request, EVHTTP_REQ_GET, "/health") != 0)
-            instance->probing = false; /* freed by libevent; the callback is not called */
-    }
+    for (uint32_t i = 0; i < daemon->config->model_count; i++)
+        probe_instance(daemon, &daemon->instances[i]);
 }
 
 /* ---- start and end ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 #include "control/participant.h"
 
 #include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,7 +25,7 @@ struct participant {
     char name[96];
     struct event *on_term, *on_int, *on_fail_timeout;
     int exit_code;
-    bool under_up, left, ending;
+    bool library, under_up, left, ending;
     char own_failure[512];
 };
 
@@ -51,6 +52,24 @@ static void end_after_failure(participant_t *self)
     event_base_loopexit(self->base, &linger);
 }
 
+/* Says why this process ends: to whoever embeds us, else to the log. */
+static void tell_end(participant_t *self, xp_status_t how, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+static void tell_end(participant_t *self, xp_status_t how, const char *format, ...)
+{
+    char text[XP_ERROR_TEXT_MAX];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    if (self->library)
+        self->handlers.ended(self->handlers.context, how, text);
+    else if (how == XP_CLOSED)
+        xp_log_info("%s", text);
+    else
+        xp_log_err("%s", text);
+}
+
 static void on_message(void *context, wire_channel_t *channel, const xpw_Envelope *envelope,
                        wire_descriptors_t *fds)
 {
@@ -60,21 +79,21 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
     switch (envelope->which_body) {
     case xpw_Envelope_refused_tag:
         if (envelope->body.refused.stopping) {
-            xp_log_info("not needed: %s", envelope->body.refused.reason);
+            tell_end(self, XP_CLOSED, "not needed: %s", envelope->body.refused.reason);
             participant_end(self, 0);
             return;
         }
-        xp_log_err("the daemon refused this %s: %s", wire_role_name(self->role),
-                   envelope->body.refused.reason);
+        tell_end(self, XP_INVALID, "the daemon refused this %s: %s", wire_role_name(self->role),
+                 envelope->body.refused.reason);
         participant_end(self, 1);
         return;
     case xpw_Envelope_failure_tag: {
         const xpw_Failure *failure = &envelope->body.failure;
-        xp_log_err("canonical failure of Generation %llu: %s: %s (%s)",
-                   (unsigned long long)failure->generation, failure->who, failure->what,
-                   failure->when);
         if (self->handlers.failed)
             self->handlers.failed(self->handlers.context);
+        tell_end(self, XP_FATAL, "canonical failure of Generation %llu: %s: %s (%s)",
+                 (unsigned long long)failure->generation, failure->who, failure->what,
+                 failure->when);
         end_after_failure(self);
         return;
     }
@@ -92,13 +111,16 @@ static void on_closed(void *context, wire_channel_t *channel, xp_status_t status
     participant_t *self = context;
     if (self->ending)
         return;
-    if (self->own_failure[0])
-        xp_log_err("ended by its own failure: %s", self->own_failure);
-    else
-        xp_log_err("canonical failure: daemon: the daemon died or dropped this process (%s)",
-                   xp_error_last()->text);
+    char why[XP_ERROR_TEXT_MAX];
+    snprintf(why, sizeof(why), "%s", xp_error_last()->text);
     if (self->handlers.failed)
         self->handlers.failed(self->handlers.context);
+    if (self->own_failure[0])
+        tell_end(self, XP_FATAL, "ended by its own failure: %s", self->own_failure);
+    else
+        tell_end(self, XP_FATAL,
+                 "canonical failure: daemon: the daemon died or dropped this process (%.800s)",
+                 why);
     end_after_failure(self);
 }
 
@@ -123,11 +145,11 @@ static void on_signal(evutil_socket_t signal_number, short events, void *context
 static void on_fail_timeout(evutil_socket_t fd, short events, void *context)
 {
     participant_t *self = context;
-    xp_log_err("ended by its own failure: %s", self->own_failure);
+    tell_end(self, XP_FATAL, "ended by its own failure: %s", self->own_failure);
     participant_end(self, 1);
 }
 
-static xp_status_t connect_with_patience(const config_t *config, int *socket_out)
+static xp_status_t connect_with_patience(const config_t *config, bool quiet, int *socket_out)
 {
     uint64_t deadline =
         xp_monotonic_ns() + (uint64_t)(config->deadlines.registration * (double)XP_NS_PER_S);
@@ -142,9 +164,9 @@ static xp_status_t connect_with_patience(const config_t *config, int *socket_out
                            "`xpool daemon serve` and the same configuration",
                            config->daemon.socket, config->deadlines.registration);
         sigset_t pending;
-        if (sigpending(&pending) == 0 && sigismember(&pending, SIGTERM))
+        if (!quiet && sigpending(&pending) == 0 && sigismember(&pending, SIGTERM))
             return xp_fail(XP_CANCELLED, "told to end before the daemon was there");
-        if (!told) {
+        if (!told && !quiet) {
             xp_log_info("waiting for the daemon at %s", config->daemon.socket);
             told = true;
         }
@@ -152,10 +174,29 @@ static xp_status_t connect_with_patience(const config_t *config, int *socket_out
     }
 }
 
-xp_status_t participant_create(struct event_base *base, const config_t *config, xpw_Role role,
-                               const char *name, uint32_t rank, const char *kernels,
-                               const participant_handlers_t *handlers,
-                               participant_t **participant_out)
+static xp_status_t take_signals(participant_t *self)
+{
+    /* Removing a signal event restores what was there before: a signal that comes while the process
+     * is already ending must not cut that short. */
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
+    self->on_term = evsignal_new(self->base, SIGTERM, on_signal, self);
+    self->on_int = evsignal_new(self->base, SIGINT, on_signal, self);
+    if (!self->on_term || !self->on_int || event_add(self->on_term, NULL) != 0 ||
+        event_add(self->on_int, NULL) != 0)
+        return xp_fail(XP_NO_MEMORY, "no memory for signal events");
+    /* `up` starts its children with SIGTERM blocked, so that none is lost before this point. */
+    sigset_t term;
+    sigemptyset(&term);
+    sigaddset(&term, SIGTERM);
+    sigprocmask(SIG_UNBLOCK, &term, NULL);
+    return XP_OK;
+}
+
+/* `workload` is NULL for our own programs. */
+static xp_status_t create(struct event_base *base, const config_t *config,
+                          const xpw_Envelope *hello, const xpw_Workload *workload,
+                          const participant_handlers_t *handlers, participant_t **participant_out)
 {
     xp_status_t status;
     int socket = -1;
@@ -164,36 +205,43 @@ xp_status_t participant_create(struct event_base *base, const config_t *config, 
         return xp_fail(XP_NO_MEMORY, "no memory for the control channel");
     self->base = base;
     self->handlers = *handlers;
-    self->role = role;
+    self->role = hello->body.hello.role;
+    self->library = workload != NULL;
     self->under_up = getenv("XPOOL_UNDER_UP") != NULL;
     self->exit_code = 1;
-    snprintf(self->name, sizeof(self->name), "%s", name);
+    snprintf(self->name, sizeof(self->name), "%s", hello->body.hello.name);
 
-    XP_TRY_GOTO(status, fail, connect_with_patience(config, &socket));
+    XP_TRY_GOTO(status, fail, connect_with_patience(config, self->library, &socket));
     status = wire_channel_create(base, socket, on_message, on_closed, self, &self->channel);
     if (status != XP_OK) {
         close(socket);
         goto fail;
     }
-    /* Removing a signal event restores what was there before: a signal that comes while the process
-     * is already ending must not cut that short. */
-    signal(SIGTERM, SIG_IGN);
-    signal(SIGINT, SIG_IGN);
-    self->on_term = evsignal_new(base, SIGTERM, on_signal, self);
-    self->on_int = evsignal_new(base, SIGINT, on_signal, self);
     self->on_fail_timeout = evtimer_new(base, on_fail_timeout, self);
-    if (!self->on_term || !self->on_int || !self->on_fail_timeout ||
-        event_add(self->on_term, NULL) != 0 || event_add(self->on_int, NULL) != 0) {
-        status = xp_fail(XP_NO_MEMORY, "no memory for signal events");
+    if (!self->on_fail_timeout) {
+        status = xp_fail(XP_NO_MEMORY, "no memory for the control channel");
         goto fail;
     }
-    /* `up` starts its children with SIGTERM blocked, so that none is lost before this point. */
-    sigset_t term;
-    sigemptyset(&term);
-    sigaddset(&term, SIGTERM);
-    sigprocmask(SIG_UNBLOCK, &term, NULL);
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
-    xpw_Hello *hello = &envelope.body.hello;
+    if (!self->library)
+        XP_TRY_GOTO(status, fail, take_signals(self));
+    XP_TRY_GOTO(status, fail, wire_channel_send(self->channel, hello, NULL, 0));
+    if (workload) {
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_workload_tag};
+        envelope.body.workload = *workload;
+        XP_TRY_GOTO(status, fail, wire_channel_send(self->channel, &envelope, NULL, 0));
+    }
+    *participant_out = self;
+    return XP_OK;
+fail:
+    participant_destroy(self);
+    return status;
+}
+
+static void fill_hello(xpw_Envelope *envelope, const config_t *config, xpw_Role role,
+                       const char *name, uint32_t rank, const char *kernels)
+{
+    *envelope = (xpw_Envelope){.which_body = xpw_Envelope_hello_tag};
+    xpw_Hello *hello = &envelope->body.hello;
     hello->abi = WIRE_ABI;
     snprintf(hello->version, sizeof(hello->version), "%s", XPOOL_VERSION);
     hello->role = role;
@@ -201,12 +249,28 @@ xp_status_t participant_create(struct event_base *base, const config_t *config, 
     hello->rank = rank;
     memcpy(hello->digest, config->digest, sizeof(hello->digest));
     snprintf(hello->kernels, sizeof(hello->kernels), "%s", kernels ? kernels : "");
-    XP_TRY_GOTO(status, fail, wire_channel_send(self->channel, &envelope, NULL, 0));
-    *participant_out = self;
-    return XP_OK;
-fail:
-    participant_destroy(self);
-    return status;
+}
+
+xp_status_t participant_create(struct event_base *base, const config_t *config, xpw_Role role,
+                               const char *name, uint32_t rank, const char *kernels,
+                               const participant_handlers_t *handlers,
+                               participant_t **participant_out)
+{
+    xpw_Envelope hello;
+    fill_hello(&hello, config, role, name, rank, kernels);
+    return create(base, config, &hello, NULL, handlers, participant_out);
+}
+
+xp_status_t participant_create_library(struct event_base *base, const config_t *config,
+                                       const char *name, uint32_t rank,
+                                       const xpw_Workload *workload,
+                                       const participant_handlers_t *handlers,
+                                       participant_t **participant_out)
+{
+    xpw_Envelope hello;
+    fill_hello(&hello, config, xpw_Role_ROLE_INSTANCE, name, rank, NULL);
+    hello.body.hello.library = true;
+    return create(base, config, &hello, workload, handlers, participant_out);
 }
 
 int participant_start_error(void)
@@ -251,7 +315,7 @@ void participant_fail(participant_t *self, const char *what)
     struct timeval patience = {.tv_sec = FAIL_ANSWER_TIMEOUT_S};
     if (participant_send(self, &envelope, NULL, 0) != XP_OK ||
         event_add(self->on_fail_timeout, &patience) != 0) {
-        xp_log_err("ended by its own failure: %s", what);
+        tell_end(self, XP_FATAL, "ended by its own failure: %s", what);
         participant_end(self, 1);
     }
 }

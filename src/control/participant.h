@@ -2,8 +2,8 @@
 /*
  * A process's side of the control channel: connects to the daemon, proves its configuration, and
  * turns the messages that mean the same for every role (Refused, Failure, Stop, a lost daemon) into
- * one way of ending. Used by AtnAgent, FfnAgent, Instance and Gateway; runs on their event loop's
- * thread.
+ * one way of ending. Used by AtnAgent, FfnAgent, Instance and Gateway, and by libxpool; runs on
+ * their event loop's thread.
  */
 #ifndef XPOOL_CONTROL_PARTICIPANT_H
 #define XPOOL_CONTROL_PARTICIPANT_H
@@ -24,6 +24,10 @@ typedef struct participant_handlers {
     /* The Generation failed, or the daemon is lost: the process is about to end with exit code 1.
      * Release what others could wait for (close arenas); must not block. May be NULL. */
     void (*failed)(void *context);
+    /* Library mode only, instead of log lines: how the connection ended, in words. XP_CLOSED: the
+     * system is stopping and takes nobody any more; XP_INVALID: refused; XP_FATAL: the canonical
+     * failure, this process's own one, or a lost daemon. `failed` has been called before. */
+    void (*ended)(void *context, xp_status_t how, const char *text);
     void *context;
     /* After a failure the loop runs on for so long, so that clients are told (Gateway); 0 = at
      * once. */
@@ -38,6 +42,14 @@ xp_status_t participant_create(struct event_base *base, const config_t *config, 
                                const char *name, uint32_t rank, const char *kernels,
                                const participant_handlers_t *handlers,
                                participant_t **participant_out);
+/* The same inside somebody else's process (libxpool): no signal handler, no bond with a parent, not
+ * one line of log; Workload follows the Hello. `handlers` needs `ended`. Connects on the calling
+ * thread; afterwards everything runs on the loop's thread. */
+xp_status_t participant_create_library(struct event_base *base, const config_t *config,
+                                       const char *name, uint32_t rank,
+                                       const xpw_Workload *workload,
+                                       const participant_handlers_t *handlers,
+                                       participant_t **participant_out);
 void participant_destroy(participant_t *participant);
 /* After a start that failed: logs why and gives the exit code (0 when it was told to end before).
  */

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "control/planner_sglang.h"
 #include "engine/engine.h"
 #include "ffn/ffn.h"
 #include "fabric/fabric.h"
@@ -143,18 +144,13 @@ static bool same_weights(const config_model_t *a, const config_model_t *b)
            a->load_format == b->load_format && a->ffn_tp_size == b->ffn_tp_size;
 }
 
-static xp_status_t check_supported(const config_model_t *model, const model_spec_t *spec)
+static xp_status_t check_native(const config_model_t *model, const model_spec_t *spec)
 {
-    if (model->engine == CONFIG_ENGINE_SGLANG)
-        return xp_fail(XP_UNSUPPORTED,
-                       "models[%s].engine: the SGLang engine is not part of this build; use "
-                       "engine = \"native\"",
-                       model->id);
     if (!model_architecture_has_native_engine(spec->architecture))
         return xp_fail(XP_UNSUPPORTED,
                        "models[%s]: the native engine does not serve %s; it serves "
                        "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and "
-                       "Qwen3MoeForCausalLM",
+                       "Qwen3MoeForCausalLM; engine = \"sglang\" serves the others too",
                        model->id, spec->architecture_name);
     if (model->chat_template[0]) {
         const char *const *name = chat_template_names();
@@ -172,6 +168,64 @@ static xp_status_t check_supported(const config_model_t *model, const model_spec
                        "= 1 (found %u and %u)",
                        model->id, model->attention_tp, model->attention_dp);
     return XP_OK;
+}
+
+static xp_status_t check_supported(const config_model_t *model, const model_spec_t *spec)
+{
+    xp_status_t status = model->engine == CONFIG_ENGINE_SGLANG ? planner_check_sglang(model, spec)
+                                                               : check_native(model, spec);
+    if (status != XP_OK)
+        return status;
+    /* One Invocation carries the rows of all attention DP ranks. */
+    uint64_t rows = (uint64_t)planner_max_rows(model) * model->attention_dp;
+    if (rows > FABRIC_MAX_ROWS)
+        return xp_fail(XP_INVALID,
+                       "models[%s].prefill_rows: one layer's rows over all attention DP ranks are "
+                       "%llu (decode_rows %u, prefill_rows %u, attention_dp %u), the Fabric takes "
+                       "%d; lower prefill_rows or decode_rows",
+                       model->id, (unsigned long long)rows, model->decode_rows, model->prefill_rows,
+                       model->attention_dp, FABRIC_MAX_ROWS);
+    return XP_OK;
+}
+
+/* The native engine computes decoding sequences and a prompt's chunk in one step; SGLang, without
+ * its mixed chunks, the one or the other. */
+uint32_t planner_max_rows(const config_model_t *model)
+{
+    if (model->engine == CONFIG_ENGINE_NATIVE)
+        return model->decode_rows + model->prefill_rows;
+    return model->decode_rows > model->prefill_rows ? model->decode_rows : model->prefill_rows;
+}
+
+uint32_t planner_rank_devices(const config_t *config, uint32_t model,
+                              uint32_t rank_atn_out[FABRIC_MAX_RANKS])
+{
+    /* Devices are taken in turn: the same number of ranks on each, and those of one Instance on
+     * different ones. */
+    uint32_t before = 0;
+    for (uint32_t m = 0; m < model; m++)
+        before += config->models[m].attention_tp * config->models[m].attention_dp;
+    uint32_t ranks = config->models[model].attention_tp * config->models[model].attention_dp;
+    for (uint32_t r = 0; r < ranks; r++)
+        rank_atn_out[r] = (before + r) % config->atn_count;
+    return ranks;
+}
+
+/* What one rank of the attention side holds beside its KV Cache, and a token's KV bytes. */
+static void ledger_of_rank(const config_t *config, const config_model_t *model,
+                           const checkpoint_t *checkpoint, plan_model_t *planned)
+{
+    planned->arena_bytes = 8192 + 2ull * planned->max_rows * planned->spec.hidden * sizeof(float);
+    if (model->engine == CONFIG_ENGINE_SGLANG) {
+        planner_sglang_ledger(model, planned);
+        return;
+    }
+    planned->dtype = model->dtype;
+    planned->kv_bytes_per_token = model_kv_bytes_per_token(&planned->spec, XP_DTYPE_F32);
+    planned->attention_bytes = engine_weight_bytes(&planned->spec, checkpoint, model->dtype);
+    const config_device_t *device = &config->atn[planned->rank_atn[0]];
+    planned->workspace_bytes = engine_workspace_bytes(&planned->spec, device->threads,
+                                                      planned->max_rows, planned->max_context);
 }
 
 /* Reads one model's headers and fills everything that does not depend on the other models. */
@@ -192,7 +246,7 @@ static xp_status_t plan_one_model(const config_t *config, uint32_t index, plan_r
         if (status != XP_OK)
             return xp_fail_context(status, "models[%s]", model->id);
     }
-    planned->max_rows = model->decode_rows + model->prefill_rows;
+    planned->max_rows = planner_max_rows(model);
     planned->max_context = planned->spec.max_positions;
     if (model->max_context && model->max_context < planned->max_context)
         planned->max_context = model->max_context;
@@ -207,12 +261,7 @@ static xp_status_t plan_one_model(const config_t *config, uint32_t index, plan_r
                          model->id, planned->max_context, PLANNER_LEAST_CONTEXT);
         goto done;
     }
-    planned->kv_bytes_per_token = model_kv_bytes_per_token(&planned->spec, XP_DTYPE_F32);
-    planned->attention_bytes = engine_weight_bytes(&planned->spec, checkpoint, model->dtype);
-    const config_device_t *device = &config->atn[planned->atn_index];
-    planned->workspace_bytes = engine_workspace_bytes(&planned->spec, device->threads,
-                                                      planned->max_rows, planned->max_context);
-    planned->arena_bytes = 8192 + 2ull * planned->max_rows * planned->spec.hidden * sizeof(float);
+    ledger_of_rank(config, model, checkpoint, planned);
     status = ffn_install_bytes(&planned->spec, checkpoint, model->dtype, model->ffn_tp_size,
                                ffn_bytes_out);
     if (status != XP_OK)
@@ -222,83 +271,115 @@ done:
     return status;
 }
 
-/* Gives every attention device's remaining bytes to the KV Caches of its Instances: floors first,
- * then equal parts, none above its ceiling. */
+/* ---- KV Cache ---------------------------------------------------------------------------------
+ */
+
+static uint32_t ranks_on(const plan_model_t *model, uint32_t device)
+{
+    uint32_t count = 0;
+    for (uint32_t r = 0; r < model->ranks; r++)
+        count += model->rank_atn[r] == device;
+    return count;
+}
+
+/* Gives one attention device's remaining bytes to the ranks on it: in equal parts, none above its
+ * ceiling. All ranks of an Instance have the same capacity, so a model keeps the least that any of
+ * its devices gives. */
+static xp_status_t divide_device(const config_t *config, plan_result_t *result, uint32_t d)
+{
+    plan_device_t *device = &result->atn[d];
+    uint64_t taken = device->weight_bytes + device->workspace_bytes + device->arena_bytes;
+    char need[32], have[32];
+    if (taken > device->budget_bytes)
+        return xp_fail(XP_NO_MEMORY,
+                       "attention device %s: weights, workspaces and arenas need %s of its %s; "
+                       "raise devices.\"%s\".memory, lower its threads or the models' "
+                       "prefill_rows, or move models to another device",
+                       device->device->name, human(taken, need), human(device->budget_bytes, have),
+                       device->device->name);
+    uint64_t left = device->budget_bytes - taken;
+    bool settled[CONFIG_MAX_MODELS] = {false};
+    uint32_t open = 0;
+    uint64_t tokens[CONFIG_MAX_MODELS] = {0};
+    for (uint32_t m = 0; m < config->model_count; m++)
+        open += ranks_on(&result->models[m], d);
+    /* Whoever's ceiling is below an equal part takes its ceiling; the others share the rest. */
+    for (bool changed = true; changed && open;) {
+        changed = false;
+        uint64_t part = left / open;
+        for (uint32_t m = 0; m < config->model_count; m++) {
+            const plan_model_t *model = &result->models[m];
+            const config_model_t *configured = &config->models[m];
+            uint32_t here = ranks_on(model, d);
+            if (!here || settled[m])
+                continue;
+            uint64_t ceiling = configured->kv_ceiling_tokens
+                                   ? configured->kv_ceiling_tokens
+                                   : (uint64_t)model->max_context * configured->decode_rows;
+            if (ceiling > UINT32_MAX)
+                ceiling = UINT32_MAX;
+            if (ceiling * model->kv_bytes_per_token > part)
+                continue;
+            tokens[m] = ceiling;
+            left -= ceiling * model->kv_bytes_per_token * here;
+            settled[m] = changed = true;
+            open -= here;
+            break;
+        }
+    }
+    for (uint32_t m = 0; m < config->model_count; m++) {
+        plan_model_t *model = &result->models[m];
+        if (!ranks_on(model, d))
+            continue;
+        if (!settled[m])
+            tokens[m] = left / open / model->kv_bytes_per_token;
+        if (tokens[m] < model->kv_tokens)
+            model->kv_tokens = (uint32_t)tokens[m];
+    }
+    return XP_OK;
+}
+
+static xp_status_t check_floor(const config_t *config, const plan_result_t *result, uint32_t m)
+{
+    const plan_model_t *model = &result->models[m];
+    const config_model_t *configured = &config->models[m];
+    const char *device = result->atn[model->rank_atn[0]].device->name;
+    char need[32], have[32];
+    uint32_t floor = configured->kv_floor_tokens > PLANNER_MIN_CONTEXT ? configured->kv_floor_tokens
+                                                                       : PLANNER_MIN_CONTEXT;
+    if (!configured->kv_floor_tokens && floor > model->max_context)
+        floor = model->max_context;
+    if (configured->kv_ceiling_tokens && configured->kv_ceiling_tokens < floor)
+        return xp_fail(XP_INVALID,
+                       "models[%s].kv_ceiling_tokens: %u tokens are below the floor of %u (%s)",
+                       configured->id, configured->kv_ceiling_tokens, floor,
+                       configured->kv_floor_tokens ? "kv_floor_tokens"
+                                                   : "the least an Instance can work with");
+    if (model->kv_tokens < floor)
+        return xp_fail(XP_NO_MEMORY,
+                       "models[%s]: its KV Cache would get %u tokens (%s) of attention "
+                       "device %s, below its floor of %u (%s); raise "
+                       "devices.\"%s\".memory or lower kv_floor_tokens",
+                       configured->id, model->kv_tokens,
+                       human(model->kv_tokens * model->kv_bytes_per_token, have), device, floor,
+                       human(floor * model->kv_bytes_per_token, need), device);
+    return XP_OK;
+}
+
 static xp_status_t plan_kv(const config_t *config, plan_result_t *result)
 {
-    for (uint32_t d = 0; d < config->atn_count; d++) {
-        plan_device_t *device = &result->atn[d];
-        uint64_t taken = device->weight_bytes + device->workspace_bytes + device->arena_bytes;
-        char need[32], have[32];
-        if (taken > device->budget_bytes)
-            return xp_fail(XP_NO_MEMORY,
-                           "attention device %s: weights, workspaces and arenas need %s of its %s; "
-                           "raise devices.\"%s\".memory, lower its threads or the models' "
-                           "prefill_rows, or move models to another device",
-                           device->device->name, human(taken, need),
-                           human(device->budget_bytes, have), device->device->name);
-        uint64_t left = device->budget_bytes - taken;
-        bool settled[CONFIG_MAX_MODELS] = {false};
-        uint32_t open = 0;
-        for (uint32_t m = 0; m < config->model_count; m++)
-            open += result->models[m].atn_index == d;
-        /* Whoever's ceiling is below an equal part takes its ceiling; the others share the rest. */
-        for (bool changed = true; changed && open;) {
-            changed = false;
-            uint64_t part = left / open;
-            for (uint32_t m = 0; m < config->model_count; m++) {
-                plan_model_t *model = &result->models[m];
-                const config_model_t *configured = &config->models[m];
-                if (model->atn_index != d || settled[m])
-                    continue;
-                uint64_t ceiling = configured->kv_ceiling_tokens
-                                       ? configured->kv_ceiling_tokens
-                                       : (uint64_t)model->max_context * configured->decode_rows;
-                if (ceiling * model->kv_bytes_per_token > part)
-                    continue;
-                model->kv_tokens = (uint32_t)ceiling;
-                left -= ceiling * model->kv_bytes_per_token;
-                settled[m] = changed = true;
-                open--;
-                break;
-            }
-        }
-        for (uint32_t m = 0; m < config->model_count && open; m++) {
-            plan_model_t *model = &result->models[m];
-            if (model->atn_index == d && !settled[m])
-                model->kv_tokens = (uint32_t)(left / open / model->kv_bytes_per_token);
-        }
-        for (uint32_t m = 0; m < config->model_count; m++) {
-            plan_model_t *model = &result->models[m];
-            const config_model_t *configured = &config->models[m];
-            if (model->atn_index != d)
-                continue;
-            uint32_t floor = configured->kv_floor_tokens > PLANNER_MIN_CONTEXT
-                                 ? configured->kv_floor_tokens
-                                 : PLANNER_MIN_CONTEXT;
-            if (!configured->kv_floor_tokens && floor > model->max_context)
-                floor = model->max_context;
-            if (configured->kv_ceiling_tokens && configured->kv_ceiling_tokens < floor)
-                return xp_fail(
-                    XP_INVALID,
-                    "models[%s].kv_ceiling_tokens: %u tokens are below the floor of %u (%s)",
-                    configured->id, configured->kv_ceiling_tokens, floor,
-                    configured->kv_floor_tokens ? "kv_floor_tokens"
-                                                : "the least an Instance can work with");
-            if (model->kv_tokens < floor)
-                return xp_fail(
-                    XP_NO_MEMORY,
-                    "models[%s]: its KV Cache would get %u tokens (%s) of attention "
-                    "device %s, below its floor of %u (%s); raise "
-                    "devices.\"%s\".memory or lower kv_floor_tokens",
-                    configured->id, model->kv_tokens,
-                    human(model->kv_tokens * model->kv_bytes_per_token, have), device->device->name,
-                    floor, human(floor * model->kv_bytes_per_token, need), device->device->name);
-            if (model->max_context > model->kv_tokens)
-                model->max_context = model->kv_tokens;
-            model->kv_bytes = model->kv_tokens * model->kv_bytes_per_token;
-            device->kv_bytes += model->kv_bytes;
-        }
+    for (uint32_t m = 0; m < config->model_count; m++)
+        result->models[m].kv_tokens = UINT32_MAX;
+    for (uint32_t d = 0; d < config->atn_count; d++)
+        XP_TRY(divide_device(config, result, d));
+    for (uint32_t m = 0; m < config->model_count; m++) {
+        plan_model_t *model = &result->models[m];
+        XP_TRY(check_floor(config, result, m));
+        if (model->max_context > model->kv_tokens)
+            model->max_context = model->kv_tokens;
+        model->kv_bytes = model->kv_tokens * model->kv_bytes_per_token;
+        for (uint32_t r = 0; r < model->ranks; r++)
+            result->atn[model->rank_atn[r]].kv_bytes += model->kv_bytes;
     }
     return XP_OK;
 }
@@ -409,9 +490,11 @@ static void fill_fabric_plan(const config_t *config, uint64_t generation, plan_r
         instance->dtype = XP_DTYPE_F32;
         instance->atn_tp = configured->attention_tp;
         instance->atn_dp = configured->attention_dp;
-        instance->rank_atn[0] = model->atn_index;
-        /* One consumer: a complete result from the group's first member. */
-        instance->delivery = FABRIC_DELIVERY_SINGLE_COMPLETE;
+        memcpy(instance->rank_atn, model->rank_atn, sizeof(instance->rank_atn));
+        /* A consumer of its own rows gets a complete result from the group's first member; ranks of
+         * attention TP hold the same rows, and each needs the whole sum. */
+        instance->delivery = configured->attention_tp > 1 ? FABRIC_DELIVERY_REPLICATED_COMPLETE
+                                                          : FABRIC_DELIVERY_SINGLE_COMPLETE;
         instance->form = FABRIC_FORM_AUTO;
         instance->ttft_ns = (uint64_t)(configured->slo.ttft_ms * (double)XP_NS_PER_MS);
         instance->tbt_ns = (uint64_t)(configured->slo.tbt_ms * (double)XP_NS_PER_MS);
@@ -480,13 +563,14 @@ xp_status_t planner_make(const config_t *config, uint64_t generation, plan_resul
     uint64_t ffn_bytes[CONFIG_MAX_MODELS];
     for (uint32_t m = 0; m < config->model_count; m++) {
         plan_model_t *model = &result->models[m];
-        /* Attention devices are taken in turn: the same number of Instances on each. */
-        model->atn_index = m % config->atn_count;
+        model->ranks = planner_rank_devices(config, m, model->rank_atn);
         XP_TRY_GOTO(status, fail, plan_one_model(config, m, result, &ffn_bytes[m]));
-        plan_device_t *device = &result->atn[model->atn_index];
-        device->weight_bytes += model->attention_bytes;
-        device->workspace_bytes += model->workspace_bytes;
-        device->arena_bytes += model->arena_bytes;
+        for (uint32_t r = 0; r < model->ranks; r++) {
+            plan_device_t *device = &result->atn[model->rank_atn[r]];
+            device->weight_bytes += model->attention_bytes;
+            device->workspace_bytes += model->workspace_bytes;
+            device->arena_bytes += model->arena_bytes;
+        }
         uint32_t w = 0;
         while (w < result->weights_count &&
                !same_weights(&config->models[result->weights[w].first_model], &config->models[m]))

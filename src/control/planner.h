@@ -24,11 +24,14 @@ typedef struct plan_weights {
 
 typedef struct plan_model {
     model_spec_t spec;
-    uint32_t weights;   /* index in plan_result_t.weights */
-    uint32_t atn_index; /* attention device of rank 0 */
-    uint32_t max_rows;
+    uint32_t weights;                    /* index in plan_result_t.weights */
+    uint32_t ranks;                      /* attention TP x DP */
+    uint32_t rank_atn[FABRIC_MAX_RANKS]; /* attention device of each rank */
+    xp_dtype_t dtype;  /* of attention weights and KV Cache in memory; AUTO: as stored (native) */
+    uint32_t max_rows; /* of one FFN call of one rank */
     uint32_t max_context; /* tokens one request may have */
-    uint32_t kv_tokens;   /* capacity given to the Instance */
+    uint32_t kv_tokens;   /* KV Cache capacity of each rank */
+    /* Of each rank, on its own device. */
     uint64_t kv_bytes_per_token, kv_bytes;
     uint64_t attention_bytes, workspace_bytes, arena_bytes;
 } plan_model_t;
@@ -53,6 +56,11 @@ typedef struct plan_result {
  * how many bytes, and which setting to change. */
 xp_status_t planner_make(const config_t *config, uint64_t generation, plan_result_t **result_out);
 void planner_free(plan_result_t *result);
+/* The attention devices of one model's ranks; how many ranks it has. Reads no checkpoint. */
+uint32_t planner_rank_devices(const config_t *config, uint32_t model,
+                              uint32_t rank_atn_out[FABRIC_MAX_RANKS]);
+/* Most rows of one FFN call of one rank. */
+uint32_t planner_max_rows(const config_model_t *model);
 
 /* The assignment alone (exposed for tests): items of `bytes[i]` on each of exactly `tp[i]` devices,
  * groups of consecutive choice in index order; writes masks. XP_NO_MEMORY: no assignment fits.

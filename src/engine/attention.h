@@ -15,17 +15,19 @@
 #include "base/status.h"
 #include "engine/kv.h"
 
-/* Keys that one call of `scores` takes; a shorter block repeats a valid pointer. */
+/* Positions that one call of the inner loops takes at most; a block never crosses a page. */
 #define ENGINE_ATTENTION_BLOCK 16
 
 typedef struct engine_attention_ops {
-    /* scores[j] = scale * dot(query, keys[j]), j < ENGINE_ATTENTION_BLOCK; head_dim floats each. */
-    void (*scores)(const float *query, const float *const *keys, uint32_t head_dim, float scale,
-                   float *scores);
-    /* out[h][d] += sum over j < count, ascending, of weights[h][j] * values[j][d], for two or one
-     * heads. `weight_stride` lies between heads; out rows are head_dim apart. */
+    /* scores[h][j] = scale * dot(query[h], keys[j]) for j < count, h < heads (1 or 2). Rows of
+     * query and keys are head_dim floats, one behind the other; ENGINE_ATTENTION_BLOCK rows of keys
+     * may be read. `score_stride` lies between heads. */
+    void (*scores)(const float *query, uint32_t heads, const float *keys, uint32_t count,
+                   uint32_t head_dim, float scale, float *scores, size_t score_stride);
+    /* out[h][d] += sum over j < count, ascending, of weights[h][j] * values[j][d], for h < heads (1
+     * or 2). `weight_stride` lies between heads; rows of out and values are head_dim apart. */
     void (*accumulate)(float *out, const float *weights, size_t weight_stride, uint32_t heads,
-                       const float *const *values, uint32_t count, uint32_t head_dim);
+                       const float *values, uint32_t count, uint32_t head_dim);
 } engine_attention_ops_t;
 
 extern const engine_attention_ops_t engine_attention_plain;

@@ -20,32 +20,45 @@ static __m256 sum_eight(const __m256 v[8])
                          _mm256_permute2f128_ps(ab, cd, 0x31));
 }
 
-static void scores_avx2(const float *query, const float *const *keys, uint32_t head_dim,
-                        float scale, float *scores)
+/* Products of one head with eight keys. */
+static inline __m256 dots(const float *query, const float *keys, size_t head_dim)
 {
-    for (uint32_t half = 0; half < ENGINE_ATTENTION_BLOCK; half += 8) {
-        __m256 sum[8];
-        for (uint32_t j = 0; j < 8; j++)
-            sum[j] = _mm256_setzero_ps();
-        uint32_t d = 0;
-        for (; d + 8 <= head_dim; d += 8) {
-            __m256 q = _mm256_loadu_ps(query + d);
-            for (uint32_t j = 0; j < 8; j++)
-                sum[j] = _mm256_fmadd_ps(q, _mm256_loadu_ps(keys[half + j] + d), sum[j]);
-        }
-        if (d < head_dim) {
-            __m256i mask = tail_mask(head_dim - d);
-            __m256 q = _mm256_maskload_ps(query + d, mask);
-            for (uint32_t j = 0; j < 8; j++)
-                sum[j] = _mm256_fmadd_ps(q, _mm256_maskload_ps(keys[half + j] + d, mask), sum[j]);
-        }
-        _mm256_storeu_ps(scores + half, _mm256_mul_ps(sum_eight(sum), _mm256_set1_ps(scale)));
+    __m256 sum[8];
+    for (int j = 0; j < 8; j++)
+        sum[j] = _mm256_setzero_ps();
+    size_t d = 0;
+    for (; d + 8 <= head_dim; d += 8) {
+        __m256 q = _mm256_loadu_ps(query + d);
+        for (size_t j = 0; j < 8; j++)
+            sum[j] = _mm256_fmadd_ps(q, _mm256_loadu_ps(keys + j * head_dim + d), sum[j]);
     }
+    if (d < head_dim) {
+        __m256i mask = tail_mask((uint32_t)(head_dim - d));
+        __m256 q = _mm256_maskload_ps(query + d, mask);
+        for (size_t j = 0; j < 8; j++)
+            sum[j] =
+                _mm256_fmadd_ps(q, _mm256_maskload_ps(keys + j * head_dim + d, mask), sum[j]);
+    }
+    return sum_eight(sum);
+}
+
+static void scores_avx2(const float *query, uint32_t heads, const float *keys, uint32_t count,
+                        uint32_t head_dim, float scale, float *scores, size_t stride)
+{
+    const __m256 factor = _mm256_set1_ps(scale);
+    for (uint32_t j = 0; j < count; j += 8)
+        for (uint32_t h = 0; h < heads; h++) {
+            __m256 products = dots(query + (size_t)h * head_dim, keys + (size_t)j * head_dim,
+                                   head_dim);
+            /* tail_mask(8 or more) is all ones. */
+            _mm256_maskstore_ps(scores + h * stride + j, tail_mask(count - j),
+                                _mm256_mul_ps(products, factor));
+        }
 }
 
 /* 32 columns of one or two heads stay in registers while the positions pass. */
 static inline void accumulate_columns(float *out, const float *weights, size_t weight_stride,
-                                      uint32_t heads, const float *const *values, uint32_t count,
+                                      uint32_t heads, const float *values, uint32_t count,
                                       uint32_t head_dim, uint32_t d)
 {
     __m256 sum[2][4];
@@ -57,7 +70,7 @@ static inline void accumulate_columns(float *out, const float *weights, size_t w
             __m256 weight = _mm256_broadcast_ss(weights + h * weight_stride + j);
             for (uint32_t c = 0; c < 4; c++)
                 sum[h][c] =
-                    _mm256_fmadd_ps(weight, _mm256_loadu_ps(values[j] + d + c * 8), sum[h][c]);
+                    _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + (size_t)j * head_dim + d + c * 8), sum[h][c]);
         }
     for (uint32_t h = 0; h < heads; h++)
         for (uint32_t c = 0; c < 4; c++)
@@ -65,7 +78,7 @@ static inline void accumulate_columns(float *out, const float *weights, size_t w
 }
 
 static void accumulate_avx2(float *out, const float *weights, size_t weight_stride, uint32_t heads,
-                            const float *const *values, uint32_t count, uint32_t head_dim)
+                            const float *values, uint32_t count, uint32_t head_dim)
 {
     uint32_t d = 0;
     for (; d + 32 <= head_dim; d += 32) {
@@ -80,7 +93,7 @@ static void accumulate_avx2(float *out, const float *weights, size_t weight_stri
             __m256 sum = _mm256_maskload_ps(out + h * head_dim + d, mask);
             for (uint32_t j = 0; j < count; j++)
                 sum = _mm256_fmadd_ps(_mm256_broadcast_ss(weights + h * weight_stride + j),
-                                      _mm256_maskload_ps(values[j] + d, mask), sum);
+                                      _mm256_maskload_ps(values + (size_t)j * head_dim + d, mask), sum);
             _mm256_maskstore_ps(out + h * head_dim + d, mask, sum);
         }
     }

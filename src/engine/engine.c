@@ -192,7 +192,7 @@ static xp_status_t engine_build(engine_t *engine)
         return status;
     XP_TRY(weights_open(engine));
     XP_TRY(engine_kv_create(engine->model_id, pages, page_tokens, engine->spec.layers,
-                            engine->spec.kv_heads * engine->spec.head_dim, &engine->kv));
+                            engine->spec.kv_heads, engine->spec.head_dim, &engine->kv));
     XP_TRY(engine_pages_init(pages, page_tokens, &engine->pages));
     XP_TRY(xp_pool_create(config->threads ? config->threads : 1, config->cpus, config->cpu_count,
                           &engine->pool));

@@ -15,6 +15,10 @@
 
 /* Below this many floats a region costs more than it saves. */
 #define PARALLEL_FLOATS 8192u
+/* Members take rows of their own through a layer's attention half where each gets this many, so that
+ * the kernels are at their best, and where the half's weights stay in every member's cache. */
+#define OWN_ROWS         4u
+#define OWN_WEIGHT_BYTES (1u << 20)
 #define ALIGNMENT       64u
 
 /* ---- workspace ------------------------------------------------------------------------------- */
@@ -50,7 +54,8 @@ static size_t workspace_lay_out(engine_model_t *model, char *region)
     TAKE(scratch, model->threads * kernels_scratch_bytes(scratch_rows, widest));
     TAKE(sampler, model->threads * model->sampler_bytes);
     TAKE(positions, rows * sizeof(uint32_t));
-    TAKE(slots, rows * sizeof(size_t));
+    TAKE(pages, rows * sizeof(uint32_t));
+    TAKE(offsets, rows * sizeof(uint32_t));
     TAKE(row_tokens, rows * sizeof(int32_t));
     TAKE(tiles, rows * sizeof(engine_attention_tile_t));
 #undef TAKE
@@ -179,9 +184,8 @@ static void row_attend_prepare(engine_model_t *model, uint32_t row)
             kernels_rms_norm(part, norm, spec->norm_epsilon, part, head_dim);
         engine_rope_rotate(part, half, cosine, sine);
     }
-    /* K and V lie side by side in the output and in the cache alike. */
-    memcpy(engine_kv_row(model->kv, model->layer, model->slots[row]), qkv + model->q_dim,
-           2 * (size_t)model->kv_dim * sizeof(float));
+    engine_kv_store(model->kv, model->layer, model->pages[row], model->offsets[row],
+                    qkv + model->q_dim, qkv + model->q_dim + model->kv_dim);
 }
 
 static void row_add_attention(engine_model_t *model, uint32_t row)
@@ -243,7 +247,71 @@ static void attend(engine_model_t *model)
         xp_pool_run(model->pool, attention_region, model);
 }
 
+/* ---- rows of one's own ------------------------------------------------------------------------ */
+
+static bool rows_are_own(const engine_model_t *model, uint32_t span_count)
+{
+    const engine_layer_t *layer = &model->weights->layers[0];
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < layer->qkv_count; i++)
+        bytes += kernels_matrix_bytes(layer->qkv[i].dtype, layer->qkv[i].rows,
+                                      layer->qkv[i].columns);
+    bytes += kernels_matrix_bytes(layer->o.dtype, layer->o.rows, layer->o.columns);
+    /* One row a sequence: no row needs K and V that another member is about to write. */
+    return model->threads > 1 && span_count == model->rows &&
+           model->rows >= OWN_ROWS * model->threads && bytes <= OWN_WEIGHT_BYTES;
+}
+
+/* A member's share of the rows through the attention half of a layer. Where every row is a sequence
+ * of its own this takes one region instead of four, and a sequence's KV Cache stays with one core. */
+static void own_rows_region(void *context, uint32_t member, uint32_t members)
+{
+    engine_model_t *model = context;
+    const model_spec_t *spec = model->spec;
+    const engine_layer_t *layer = &model->weights->layers[model->layer];
+    const uint32_t hidden = spec->hidden, group = spec->heads / spec->kv_heads;
+    const uint32_t first = (uint32_t)((uint64_t)model->rows * member / members);
+    const uint32_t last = (uint32_t)((uint64_t)model->rows * (member + 1) / members);
+    float *scores = model->scores + member * model->scores_floats;
+    void *scratch = (char *)model->scratch + member * kernels_scratch_bytes(0, 0);
+    for (uint32_t i = 0, column = 0; i < layer->qkv_count; i++) {
+        kernels_matmul_range(&layer->qkv[i], model->h + (size_t)first * hidden, hidden,
+                             last - first, model->qkv + (size_t)first * model->qkv_dim + column,
+                             model->qkv_dim, 0, layer->qkv[i].rows, scratch);
+        column += layer->qkv[i].rows;
+    }
+    for (uint32_t row = first; row < last; row++) {
+        row_attend_prepare(model, row);
+        for (uint32_t kv_head = 0; kv_head < spec->kv_heads; kv_head++)
+            engine_attention_run(&model->attention, model->layer, &model->tiles[row], kv_head,
+                                 kv_head * group, group, model->qkv, model->qkv_dim, model->mixed,
+                                 model->q_dim, scores);
+    }
+    kernels_matmul_range(&layer->o, model->mixed + (size_t)first * model->q_dim, model->q_dim,
+                         last - first, model->h + (size_t)first * hidden, hidden, 0, hidden,
+                         scratch);
+    for (uint32_t row = first; row < last; row++)
+        row_add_attention(model, row);
+}
+
 /* ---- step ------------------------------------------------------------------------------------ */
+
+/* The attention half of a layer for all rows, the team in step. */
+static void attention_half(engine_model_t *model)
+{
+    const uint32_t hidden = model->spec->hidden;
+    const engine_layer_t *layer = &model->weights->layers[model->layer];
+    for (uint32_t i = 0, column = 0; i < layer->qkv_count; i++) {
+        kernels_matmul(model->pool, &layer->qkv[i], model->h, hidden, model->rows,
+                       model->qkv + column, model->qkv_dim, model->scratch);
+        column += layer->qkv[i].rows;
+    }
+    for_each_row(model, model->qkv_dim, row_attend_prepare);
+    attend(model);
+    kernels_matmul(model->pool, &layer->o, model->mixed, model->q_dim, model->rows, model->h,
+                   hidden, model->scratch);
+    for_each_row(model, hidden, row_add_attention);
+}
 
 static void step_set_rows(engine_model_t *model, const engine_span_t *spans, uint32_t span_count)
 {
@@ -261,8 +329,8 @@ static void step_set_rows(engine_model_t *model, const engine_span_t *spans, uin
             model->tiles[tiles - 1].rows++;
             model->row_tokens[row] = span->tokens[i];
             model->positions[row] = position;
-            model->slots[row] =
-                (size_t)span->pages[position / page_tokens] * page_tokens + position % page_tokens;
+            model->pages[row] = span->pages[position / page_tokens];
+            model->offsets[row] = position % page_tokens;
             row++;
         }
     }
@@ -276,20 +344,14 @@ xp_status_t engine_model_step(engine_model_t *model, const engine_span_t *spans,
     const model_spec_t *spec = model->spec;
     const uint32_t hidden = spec->hidden;
     step_set_rows(model, spans, span_count);
+    const bool own_rows = rows_are_own(model, span_count);
     for_each_row(model, hidden, row_begin);
     for (uint32_t index = 0; index < spec->layers; index++) {
-        const engine_layer_t *layer = &model->weights->layers[index];
         model->layer = index;
-        for (uint32_t i = 0, column = 0; i < layer->qkv_count; i++) {
-            kernels_matmul(model->pool, &layer->qkv[i], model->h, hidden, model->rows,
-                           model->qkv + column, model->qkv_dim, model->scratch);
-            column += layer->qkv[i].rows;
-        }
-        for_each_row(model, model->qkv_dim, row_attend_prepare);
-        attend(model);
-        kernels_matmul(model->pool, &layer->o, model->mixed, model->q_dim, model->rows, model->h,
-                       hidden, model->scratch);
-        for_each_row(model, hidden, row_add_attention);
+        if (own_rows)
+            xp_pool_run(model->pool, own_rows_region, model);
+        else
+            attention_half(model);
         XP_TRY(model->ffn.call(model->ffn.context, index, model->rows, kind, slo_deadline_ns,
                                model->h, model->mixed));
         model->ffn_calls++;

@@ -51,7 +51,7 @@ typedef struct engine_model {
     void *sampler;                  /* engine_sampler space of every member */
     size_t sampler_bytes;           /* of one member */
     uint32_t *positions;            /* [max_rows] */
-    size_t *slots;                  /* [max_rows] */
+    uint32_t *pages, *offsets;      /* [max_rows]: where the row's K and V go */
     int32_t *row_tokens;            /* [max_rows] */
     engine_attention_tile_t *tiles; /* [max_rows] */
 

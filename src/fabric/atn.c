@@ -43,6 +43,7 @@ struct fabric_atn {
     fabric_t *fabric;
     xp_clock_t clock;
     transport_waiter_t waiter;
+    observe_t *observe; /* NULL: nobody looks */
     uint64_t last_look_ns;
     pthread_mutex_t lock;
     uint32_t inbox; /* not 0: some slot's inbox has news */
@@ -73,6 +74,13 @@ xp_status_t fabric_atn_create(fabric_t *fabric, xp_clock_t clock, fabric_atn_t *
     }
     *atn_out = atn;
     return XP_OK;
+}
+
+void fabric_atn_observe(fabric_atn_t *atn, observe_t *observe)
+{
+    atn->observe = observe;
+    for (uint32_t i = 0; observe && i < atn->fabric->plan.instance_count; i++)
+        observe_name_instance(observe, i, atn->fabric->plan.instances[i].id);
 }
 
 static void atn_drop_server(transport_server_t *server, xp_status_t reason)
@@ -317,9 +325,27 @@ static xp_status_t atn_deliver_input(fabric_atn_t *atn, atn_slot_t *slot)
     return XP_OK;
 }
 
+static void atn_observe_slot(fabric_atn_t *atn, const atn_slot_t *slot, uint32_t lane)
+{
+    uint64_t now_ns = xp_clock_now_ns(&atn->clock);
+    observe_record_t record = {.end_ns = now_ns,
+                               .duration_ns = now_ns - slot->submitted_ns,
+                               .sequence = slot->sequence,
+                               .request = slot->pending.sequence,
+                               .layer = slot->pending.layer,
+                               .rows = slot->pending.rows,
+                               .instance = (uint16_t)slot->instance,
+                               .rank = (uint16_t)slot->rank,
+                               .lane = (uint16_t)lane,
+                               .graph_template = OBSERVE_NONE,
+                               .step = (uint8_t)slot->pending.kind};
+    observe_write(atn->observe, &record);
+}
+
 /* The rows have been taken (or are not wanted any more): the slot is free, the Lane acknowledged.
  */
-static void atn_finish(fabric_atn_t *atn, atn_slot_t *slot, xp_status_t status, bool acknowledge)
+static void atn_finish(fabric_atn_t *atn, atn_slot_t *slot, xp_status_t status, uint32_t lane,
+                       bool acknowledge)
 {
     fabric_t *fabric = atn->fabric;
     bool is_long =
@@ -331,6 +357,8 @@ static void atn_finish(fabric_atn_t *atn, atn_slot_t *slot, xp_status_t status, 
     }
     if (slot->server && !slot->abandoned)
         transport_server_complete(slot->server, slot->pending.sequence, status);
+    if (atn->observe && status == XP_OK && !slot->abandoned)
+        atn_observe_slot(atn, slot, lane);
     slot->state = ATN_IDLE;
     slot->abandoned = false;
     if (!acknowledge)
@@ -367,7 +395,7 @@ static xp_status_t atn_take_partials(fabric_atn_t *atn, atn_slot_t *slot, bool *
         uint64_t elements = (uint64_t)slot->pending.rows * instance->hidden;
         fabric_reduce(fabric, lane, members, first, elements, slot->pending.output);
     }
-    atn_finish(atn, slot, XP_OK, true);
+    atn_finish(atn, slot, XP_OK, lane, true);
     return XP_OK;
 }
 
@@ -383,7 +411,7 @@ static xp_status_t atn_take_commit(fabric_atn_t *atn, atn_slot_t *slot)
                        &commit);
     /* Only what lost its Instance, or is cut off by the shutdown, is dropped. */
     if (commit.source == FABRIC_SOURCE_NONE && (slot->abandoned || fabric_is_shutdown(fabric))) {
-        atn_finish(atn, slot, XP_CLOSED, false);
+        atn_finish(atn, slot, XP_CLOSED, OBSERVE_NONE, false);
         return XP_OK;
     }
     /* Complete rows come neither before this rank's rows could be in the Lane nor where members
@@ -399,7 +427,7 @@ static xp_status_t atn_take_commit(fabric_atn_t *atn, atn_slot_t *slot)
                                instance->id, slot->pending.layer, commit.source, commit.lane);
     if (!slot->abandoned && slot->pending.rows)
         memcpy(slot->pending.output, fabric_local(fabric, from), slot->pending.rows * row_bytes);
-    atn_finish(atn, slot, XP_OK, is_long);
+    atn_finish(atn, slot, XP_OK, commit.lane, is_long);
     return XP_OK;
 }
 

@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "fabric/plan.h"
+#include "observe/observe.h"
 #include "transport/transport.h"
 
 typedef struct fabric fabric_t;
@@ -62,6 +63,8 @@ xp_status_t fabric_atn_attach(fabric_atn_t *atn, uint32_t instance, uint32_t ran
  * XP_OK too, once, for an arena that the service itself dropped since it was attached (closed by
  * its Instance, or nonsense in it); XP_NOT_FOUND where there is no such rank here or no arena. */
 xp_status_t fabric_atn_detach(fabric_atn_t *atn, uint32_t instance, uint32_t rank);
+/* Before run: each Submission that was answered is recorded. `observe` may be NULL. */
+void fabric_atn_observe(fabric_atn_t *atn, observe_t *observe);
 /* The service loop, on a thread of the caller's: XP_CLOSED after shutdown, XP_FATAL on failure. */
 xp_status_t fabric_atn_run(fabric_atn_t *atn);
 
@@ -73,6 +76,11 @@ typedef struct fabric_ffn fabric_ffn_t;
 xp_status_t fabric_ffn_create(fabric_t *fabric, xp_clock_t clock, fabric_execute_t execute,
                               void *execute_context, fabric_ffn_t **ffn_out);
 void fabric_ffn_destroy(fabric_ffn_t *ffn);
+/* Before run: each executed shard is recorded; `describe` fills in what the execution knows of it
+ * (GraphTemplate, Execution Capacity). `observe` may be NULL. */
+typedef void (*fabric_describe_t)(void *context, uint32_t weights, uint32_t layer, uint32_t rows,
+                                  observe_record_t *record);
+void fabric_ffn_observe(fabric_ffn_t *ffn, observe_t *observe, fabric_describe_t describe);
 xp_status_t fabric_ffn_run(fabric_ffn_t *ffn);
 
 /* ---- counters: live in the arena, written by their PE, read by anyone ------------------- */

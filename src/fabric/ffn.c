@@ -39,6 +39,8 @@ struct fabric_ffn {
     xp_clock_t clock;
     fabric_execute_t execute;
     void *execute_context;
+    observe_t *observe; /* NULL: nobody looks */
+    fabric_describe_t describe;
     uint32_t index; /* of this FfnAgent */
     transport_waiter_t waiter;
     fabric_coordinator_t *coordinator; /* first FfnAgent only */
@@ -84,6 +86,14 @@ void fabric_ffn_destroy(fabric_ffn_t *ffn)
     fabric_coordinator_destroy(ffn->coordinator);
     pthread_mutex_destroy(&ffn->coordinator_lock);
     free(ffn);
+}
+
+void fabric_ffn_observe(fabric_ffn_t *ffn, observe_t *observe, fabric_describe_t describe)
+{
+    ffn->observe = observe;
+    ffn->describe = describe;
+    for (uint32_t i = 0; observe && i < ffn->fabric->plan.instance_count; i++)
+        observe_name_instance(observe, i, ffn->fabric->plan.instances[i].id);
 }
 
 static const fabric_plan_instance_t *lane_instance(const fabric_ffn_t *ffn, const ffn_lane_t *lane)
@@ -297,6 +307,23 @@ static void ffn_deliver_partial(fabric_ffn_t *ffn, uint32_t lane_index, uint32_t
     fabric_signal(fabric, target);
 }
 
+static void ffn_observe_lane(fabric_ffn_t *ffn, uint32_t lane_index, uint64_t duration_ns)
+{
+    const ffn_lane_t *lane = &ffn->lanes[lane_index];
+    observe_record_t record = {.end_ns = xp_clock_now_ns(&ffn->clock),
+                               .duration_ns = duration_ns,
+                               .sequence = lane->ticket,
+                               .layer = lane->execution.layer,
+                               .rows = lane->rows,
+                               .instance = (uint16_t)lane->execution.instance,
+                               .lane = (uint16_t)lane_index,
+                               .graph_template = OBSERVE_NONE};
+    if (ffn->describe)
+        ffn->describe(ffn->execute_context, lane_instance(ffn, lane)->weights,
+                      lane->execution.layer, lane->rows, &record);
+    observe_write(ffn->observe, &record);
+}
+
 static xp_status_t ffn_execute(fabric_ffn_t *ffn, uint32_t lane_index)
 {
     fabric_t *fabric = ffn->fabric;
@@ -319,13 +346,15 @@ static xp_status_t ffn_execute(fabric_ffn_t *ffn, uint32_t lane_index)
                            offsetof(fabric_lane_t, routing),
                        &routing, sizeof(routing));
     }
+    uint64_t duration_ns = 0;
     if (lane->rows) {
         bool helped = helper_begin(ffn, lane->rows);
         uint64_t start_ns = xp_clock_now_ns(&ffn->clock);
         xp_status_t status =
             ffn->execute(ffn->execute_context, lane_index, instance->weights, lane->execution.layer,
                          lane->rows, fabric_local(fabric, in), fabric_local(fabric, out));
-        fabric_count(fabric, FABRIC_COUNT_BUSY_NS, xp_clock_now_ns(&ffn->clock) - start_ns);
+        duration_ns = xp_clock_now_ns(&ffn->clock) - start_ns;
+        fabric_count(fabric, FABRIC_COUNT_BUSY_NS, duration_ns);
         if (helped)
             helper_end(ffn);
         if (status != XP_OK)
@@ -334,6 +363,8 @@ static xp_status_t ffn_execute(fabric_ffn_t *ffn, uint32_t lane_index)
                                    xp_error_last()->text);
     }
     fabric_count(fabric, FABRIC_COUNT_SUBMISSIONS, 1);
+    if (ffn->observe)
+        ffn_observe_lane(ffn, lane_index, duration_ns);
     if (alone)
         ffn_commit(ffn, lane_index);
     else

@@ -213,10 +213,7 @@ void ffn_execute_layer(ffn_runtime_t *runtime, ffn_lane_t *lane, const ffn_layer
 {
     const ffn_template_t *template = layer->template;
     size_t hidden = template->signature.hidden;
-    uint32_t c = 0;
-    while (template->capacity[c].rows < rows && c + 1 < template->capacities)
-        c++;
-    const ffn_capacity_t *capacity = &template->capacity[c];
+    const ffn_capacity_t *capacity = ffn_template_capacity(template, rows);
     for (uint32_t done = 0; done < rows; done += capacity->piece_rows) {
         uint32_t piece = rows - done < capacity->piece_rows ? rows - done : capacity->piece_rows;
         execute_piece(runtime, lane, layer, capacity, piece, in + done * hidden,

@@ -73,6 +73,11 @@ uint32_t ffn_workspace_width(const model_spec_t *spec, uint32_t tp_size);
 xp_status_t ffn_runtime_execute(ffn_runtime_t *runtime, uint32_t lane, uint32_t model,
                                 uint32_t layer, uint32_t rows, const float *in, float *out);
 
+/* What an execution of `rows` rows of that layer uses: number of its GraphTemplate and rows of the
+ * Execution Capacity. Any thread while the model is installed. */
+xp_status_t ffn_runtime_describe(const ffn_runtime_t *runtime, uint32_t model, uint32_t layer,
+                                 uint32_t rows, uint32_t *template_out, uint32_t *capacity_out);
+
 typedef struct ffn_stats {
     uint64_t weight_bytes; /* over all installed models */
     uint64_t workspace_bytes;

@@ -115,6 +115,16 @@ void ffn_template_release(ffn_runtime_t *runtime, ffn_template_t *template);
 /* Recomputes what depends on the workspace (after it has grown). */
 void ffn_template_plan(const ffn_runtime_t *runtime, ffn_template_t *template);
 
+/* The smallest Execution Capacity that holds `rows`. */
+static inline const ffn_capacity_t *ffn_template_capacity(const ffn_template_t *template,
+                                                          uint32_t rows)
+{
+    uint32_t c = 0;
+    while (template->capacity[c].rows < rows && c + 1 < template->capacities)
+        c++;
+    return &template->capacity[c];
+}
+
 /* execute.c */
 void ffn_execute_layer(ffn_runtime_t *runtime, ffn_lane_t *lane, const ffn_layer_t *layer,
                        uint32_t rows, const float *in, float *out);

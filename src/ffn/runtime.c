@@ -458,3 +458,15 @@ uint64_t ffn_runtime_model_bytes(const ffn_runtime_t *runtime, uint32_t model)
 {
     return model < FFN_MAX_MODELS ? runtime->model[model].bytes : 0;
 }
+
+xp_status_t ffn_runtime_describe(const ffn_runtime_t *runtime, uint32_t model, uint32_t layer,
+                                 uint32_t rows, uint32_t *template_out, uint32_t *capacity_out)
+{
+    if (model >= FFN_MAX_MODELS || !runtime->model[model].installed ||
+        layer >= runtime->model[model].layers)
+        return xp_fail(XP_INVALID, "no layer %u of model %u is installed", layer, model);
+    const ffn_template_t *template = runtime->model[model].layer[layer].template;
+    *template_out = (uint32_t)(template - runtime->template);
+    *capacity_out = ffn_template_capacity(template, rows)->rows;
+    return XP_OK;
+}

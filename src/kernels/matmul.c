@@ -17,6 +17,7 @@
 #define MATMUL_X_BYTES        (sizeof(float) * KERNELS_ROW_CHUNK * KERNELS_X_STRIDE)
 #define MATMUL_TILE_BYTES     (sizeof(float) * KERNELS_K_BLOCK * KERNELS_PANEL * MATMUL_MAX_PANELS)
 #define MATMUL_ITEMS_A_THREAD 4
+#define MATMUL_GROUP_BYTES    (24u << 10) /* of weights, beside the rows in a first cache of 32 KiB */
 /* Products below this many multiply-adds cost less than waking a team. */
 #define MATMUL_SINGLE_LIMIT (128u * 1024u)
 
@@ -30,6 +31,14 @@ typedef struct matmul_input {
 static const float *matmul_row(const matmul_input_t *input, uint32_t row)
 {
     return input->x + (input->ids ? input->ids[row] : row) * input->stride;
+}
+
+/* Out of line on purpose: where the compiler knows that a row is short it copies with string
+ * instructions, whose start costs more than such a row. */
+static __attribute__((noinline, noclone)) void matmul_copy(float *to, const float *from,
+                                                           size_t bytes)
+{
+    memcpy(to, from, bytes);
 }
 
 size_t kernels_matrix_bytes(xp_dtype_t dtype, uint32_t rows, uint32_t columns)
@@ -124,7 +133,7 @@ static uint32_t matmul_fused(const kernels_ops_t *ops, const kernels_matrix_t *w
     if (!w->packed || rows > ops->fused_rows || end <= panel)
         return first;
     for (uint32_t r = rows; r < ops->fused_rows; r++) /* computed, never stored: ordinary numbers */
-        memcpy(x + (size_t)r * KERNELS_X_STRIDE, x, count * sizeof(float));
+        matmul_copy(x + (size_t)r * KERNELS_X_STRIDE, x, count * sizeof(float));
     ops->fused(w->dtype, (const uint8_t *)w->data + panel * panel_bytes, panel_bytes, end - panel,
                k0, count, rows, x, y, y_stride);
     return end * KERNELS_PANEL;
@@ -146,8 +155,8 @@ static void matmul_gemm(const kernels_ops_t *ops, const kernels_matrix_t *w,
             if (count > KERNELS_K_BLOCK)
                 count = KERNELS_K_BLOCK;
             for (uint32_t r = 0; r < rows; r++)
-                memcpy(x_copy + (size_t)r * KERNELS_X_STRIDE, matmul_row(input, r0 + r) + k0,
-                       count * sizeof(float));
+                matmul_copy(x_copy + (size_t)r * KERNELS_X_STRIDE, matmul_row(input, r0 + r) + k0,
+                            count * sizeof(float));
             uint32_t n =
                 matmul_fused(ops, w, rows, k0, count, x_copy, y_chunk, y_stride, first, last);
             while (n < last) {
@@ -166,6 +175,16 @@ static void matmul_gemm(const kernels_ops_t *ops, const kernels_matrix_t *w,
     }
 }
 
+/* Most rows worth streaming directly. */
+static uint32_t matmul_direct_limit(const kernels_ops_t *ops, const kernels_matrix_t *w)
+{
+    if (!ops->direct || !w->packed)
+        return 0;
+    bool plain =
+        w->dtype == XP_DTYPE_F32 || w->dtype == XP_DTYPE_F16 || w->dtype == XP_DTYPE_BF16;
+    return plain ? ops->direct_limit : ops->direct_rows;
+}
+
 /* Streams whole packed panels for few rows; y points at column `first`, a panel's border. Returns
  * the first column not done. */
 static uint32_t matmul_direct(const kernels_ops_t *ops, const kernels_matrix_t *w,
@@ -178,15 +197,22 @@ static uint32_t matmul_direct(const kernels_ops_t *ops, const kernels_matrix_t *
         end = w->rows / KERNELS_PANEL;
     if (end <= panel)
         return first;
-    for (uint32_t r = 0; r < input->rows; r += KERNELS_DIRECT_ROWS) {
-        uint32_t rows = input->rows - r;
-        if (rows > KERNELS_DIRECT_ROWS)
-            rows = KERNELS_DIRECT_ROWS;
-        const float *x[KERNELS_DIRECT_ROWS];
-        for (uint32_t i = 0; i < rows; i++)
-            x[i] = matmul_row(input, r + i);
-        ops->direct(w->dtype, (const uint8_t *)w->data + panel * panel_bytes, panel_bytes,
-                    end - panel, w->columns, rows, x, y + r * y_stride, y_stride);
+    const uint32_t passes = (input->rows + ops->direct_rows - 1) / ops->direct_rows;
+    uint32_t group = end - panel; /* panels that stay in the first cache between passes */
+    if (passes > 1 && group * panel_bytes > MATMUL_GROUP_BYTES)
+        group = MATMUL_GROUP_BYTES / panel_bytes >= 4 ? MATMUL_GROUP_BYTES / panel_bytes / 2 * 2 : 2;
+    for (; panel < end; panel += group) {
+        uint32_t panels = end - panel < group ? end - panel : group;
+        float *y_group = y + (size_t)panel * KERNELS_PANEL - first;
+        for (uint32_t pass = 0, r = 0; pass < passes; pass++) {
+            const float *x[KERNELS_DIRECT_ROWS];
+            uint32_t rows = (input->rows - r + (passes - pass) - 1) / (passes - pass);
+            for (uint32_t i = 0; i < rows; i++)
+                x[i] = matmul_row(input, r + i);
+            ops->direct(w->dtype, (const uint8_t *)w->data + panel * panel_bytes, panel_bytes,
+                        panels, w->columns, rows, x, y_group + r * y_stride, y_stride);
+            r += rows;
+        }
     }
     return end * KERNELS_PANEL;
 }
@@ -201,7 +227,7 @@ void kernels_matmul_gather_range(const kernels_matrix_t *w, const float *x, size
     uint32_t done = first;
     if (x_rows == 0)
         return;
-    if (w->packed && ops->direct && x_rows <= KERNELS_DIRECT_ROWS)
+    if (x_rows <= matmul_direct_limit(ops, w))
         done = matmul_direct(ops, w, &input, y, y_stride, first, last);
     if (done < last)
         matmul_gemm(ops, w, &input, y + (done - first), y_stride, done, last, scratch);

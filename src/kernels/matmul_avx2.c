@@ -19,12 +19,13 @@
  * quantised type hides it as well, and then a single stream is better; with more rows the registers
  * run out. */
 #define MAX_HALVES 4
+#define DIRECT_ROWS 4
 
 /* Where decoded columns go. ROWS 0: into the tile; otherwise into the accumulators. Lives in
  * registers after inlining. */
 typedef struct sink {
-    __m256 sum[MAX_HALVES][KERNELS_DIRECT_ROWS];
-    const float *x[KERNELS_DIRECT_ROWS];
+    __m256 sum[MAX_HALVES][DIRECT_ROWS];
+    const float *x[DIRECT_ROWS];
     float *tile;
     size_t stride;
     size_t ahead; /* distance of the prefetch, bytes */

@@ -3,7 +3,7 @@
  * Matrix products with AVX-512: one vector holds one column of the 16 rows of a panel.
  *
  * Pure functions, any thread. One decoder per dtype serves both uses, direct streaming (the decoded
- * vector meets 1 to 4 input rows in registers) and decoding into a tile, so the weights and the
+ * vector meets 1 to 8 input rows in registers) and decoding into a tile, so the weights and the
  * order of additions are the same in both. Chosen at run time; never called without AVX-512.
  */
 #include "kernels/matmul_avx512.h"
@@ -334,7 +334,7 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int PANELS, const
         at[p] = panel + (size_t)p * panel_bytes;
     for (uint32_t k0 = 0; k0 < columns; k0 += KERNELS_K_BLOCK) {
         uint32_t count = columns - k0 < KERNELS_K_BLOCK ? columns - k0 : KERNELS_K_BLOCK;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             sink.x[r] = x[r] + k0;
 #pragma GCC unroll 2
@@ -346,7 +346,7 @@ ALWAYS_INLINE void direct_panels(const xp_dtype_t dtype, const int PANELS, const
         if (offset + DIRECT_AHEAD >= panel_bytes)
             sink.ahead += (PANELS - 1) * panel_bytes; /* into the next group of panels */
         block_any(&sink, dtype, PANELS, ROWS, at, k0, count);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
             for (int p = 0; p < PANELS; p++) {
@@ -448,16 +448,26 @@ ALWAYS_INLINE void fused_rows(const xp_dtype_t dtype, const int PANELS, const in
         case 3:                                                                                    \
             direct_rows(DTYPE, 3, call);                                                           \
             break;                                                                                 \
-        default:                                                                                   \
+        case 4:                                                                                    \
             direct_rows(DTYPE, 4, call);                                                           \
+            break;                                                                                 \
+        case 5:                                                                                    \
+            direct_rows(DTYPE, 5, call);                                                           \
+            break;                                                                                 \
+        case 6:                                                                                    \
+            direct_rows(DTYPE, 6, call);                                                           \
+            break;                                                                                 \
+        case 7:                                                                                    \
+            direct_rows(DTYPE, 7, call);                                                           \
+            break;                                                                                 \
+        default:                                                                                   \
+            direct_rows(DTYPE, 8, call);                                                           \
             break;                                                                                 \
         }                                                                                          \
     }                                                                                              \
     KERNELS_UNCHECKED static void fused_##NAME(const fused_call_t *call)                           \
     {                                                                                              \
-        if (call->rows <= 8)                                                                       \
-            fused_rows(DTYPE, 2, 8, call);                                                         \
-        else if (call->rows <= 12)                                                                 \
+        if (call->rows <= 12)                                                                      \
             fused_rows(DTYPE, 1, 12, call);                                                        \
         else                                                                                       \
             fused_rows(DTYPE, 1, 16, call);                                                        \

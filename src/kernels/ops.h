@@ -36,7 +36,7 @@
 
 #define KERNELS_PANEL       16
 #define KERNELS_K_BLOCK     128 /* a tile of 32 columns takes 16 KiB, and leaves L1 to the inputs */
-#define KERNELS_DIRECT_ROWS 4   /* most rows of a direct kernel */
+#define KERNELS_DIRECT_ROWS 8   /* most rows that a direct kernel of any variant takes */
 #define KERNELS_ROW_CHUNK   252 /* rows of one GEMM pass: a multiple of 14, 6 and 4 */
 
 /* For the unrolled vector kernels: a sanitizer's check on each of their loads makes compiling take
@@ -62,11 +62,15 @@ typedef struct kernels_ops {
                   float *c, size_t c_stride, bool accumulate);
     uint32_t micro_rows, micro_panels;
 
-    /* Streams `panels` packed panels for 1..KERNELS_DIRECT_ROWS rows: y[r][16 * panels] = all
-     * columns. NULL where the variant has none. */
+    /* Streams `panels` packed panels for 1..direct_rows rows: y[r][16 * panels] = all columns. NULL
+     * where the variant has none. */
     void (*direct)(xp_dtype_t dtype, const uint8_t *panel, size_t panel_bytes, uint32_t panels,
                    uint32_t columns, uint32_t rows, const float *const *x, float *y,
                    size_t y_stride);
+    uint32_t direct_rows;
+    /* Most rows for which several such calls are faster than copying the rows for a GEMM, for dtypes
+     * that are decoded by next to nothing. */
+    uint32_t direct_limit;
 
     /* Decoding and product in one pass, for more rows than `direct` takes and at most fused_rows:
      * c[r][16 * panels] (+)= columns [k0, k0 + count) of `panels` packed panels.

@@ -47,6 +47,7 @@ static bool synth_is_latent(model_architecture_t architecture)
 
 void model_synth_defaults(model_architecture_t architecture, synth_options_t *options_out)
 {
+    bool latent = synth_is_latent(architecture);
     *options_out = (synth_options_t){
         .architecture = architecture,
         .layers = 4,
@@ -54,13 +55,21 @@ void model_synth_defaults(model_architecture_t architecture, synth_options_t *op
         .vocab = 512,
         .context = 2048,
         .heads = 4,
-        .kv_heads = synth_is_latent(architecture) ? 4 : 2,
+        .kv_heads = latent ? 4 : 2,
         .head_dim = 32,
         .intermediate = 256,
         .moe_intermediate = 64,
         .experts = 8,
         .top_k = 2,
-        .dense_layers = synth_is_latent(architecture) ? 1 : 0,
+        .dense_layers = latent ? 1 : 0,
+        .groups = latent ? 4 : 1,
+        .top_groups = latent ? 2 : 1,
+        .shared_experts = !latent                                  ? 0
+                          : architecture == MODEL_ARCH_DEEPSEEK_V2 ? 2
+                                                                   : 1,
+        .routed_scale = !latent                                  ? 1.0
+                        : architecture == MODEL_ARCH_DEEPSEEK_V2 ? 2.5
+                                                                 : 1.8,
         .normalize_top_k = architecture != MODEL_ARCH_DEEPSEEK_V2,
         .dtype = XP_DTYPE_F32,
         .shards = 1,
@@ -75,6 +84,23 @@ static const char *synth_bool(bool value)
     return value ? "true" : "false";
 }
 
+/* The keys of YaRN in the published files: DeepSeek's name the mscale pair, the others leave it
+ * out. */
+static xp_status_t synth_config_yarn(const synth_options_t *options, xp_buf_t *text)
+{
+    uint32_t original = options->context / 4 ? options->context / 4 : 1;
+    if (options->architecture == MODEL_ARCH_DEEPSEEK_V2)
+        return xp_buf_printf(text,
+                             "{\"type\": \"yarn\", \"factor\": 4.0, \"beta_fast\": 32, "
+                             "\"beta_slow\": 1, \"mscale\": 0.707, \"mscale_all_dim\": 0.707, "
+                             "\"original_max_position_embeddings\": %u},\n",
+                             original);
+    return xp_buf_printf(text,
+                         "{\"rope_type\": \"yarn\", \"factor\": 4.0, "
+                         "\"original_max_position_embeddings\": %u},\n",
+                         original);
+}
+
 static xp_status_t synth_config_rope(const synth_options_t *options, xp_buf_t *text)
 {
     XP_TRY(xp_buf_append_text(text, "  \"rope_theta\": 10000.0,\n  \"rope_scaling\": "));
@@ -86,10 +112,7 @@ static xp_status_t synth_config_rope(const synth_options_t *options, xp_buf_t *t
                                         "\"low_freq_factor\": 1.0, \"high_freq_factor\": 4.0, "
                                         "\"original_max_position_embeddings\": 8192},\n");
     case MODEL_ROPE_YARN:
-        return xp_buf_printf(text,
-                             "{\"rope_type\": \"yarn\", \"factor\": 4.0, "
-                             "\"original_max_position_embeddings\": %u},\n",
-                             options->context / 4 ? options->context / 4 : 1);
+        return synth_config_yarn(options, text);
     default:
         return xp_buf_append_text(text, "null,\n");
     }
@@ -117,15 +140,17 @@ static xp_status_t synth_config_latent(const synth_options_t *options, xp_buf_t 
                          options->hidden / 4 ? options->hidden / 4 : 1, options->head_dim,
                          options->head_dim >= 4 ? options->head_dim / 4 * 2 : 2,
                          options->head_dim));
+    const char *method = glm ? "noaux_tc" : options->groups > 1 ? "group_limited_greedy" : "greedy";
     XP_TRY(xp_buf_printf(text,
-                         "  \"n_routed_experts\": %u,\n  \"n_shared_experts\": 1,\n"
+                         "  \"n_routed_experts\": %u,\n  \"n_shared_experts\": %u,\n"
                          "  \"num_experts_per_tok\": %u,\n  \"moe_intermediate_size\": %u,\n"
-                         "  \"first_k_dense_replace\": %u,\n  \"n_group\": 1,\n"
-                         "  \"topk_group\": 1,\n  \"topk_method\": \"%s\",\n"
-                         "  \"norm_topk_prob\": %s,\n  \"routed_scaling_factor\": %s,\n",
-                         options->experts, options->top_k, options->moe_intermediate,
-                         options->dense_layers, glm ? "noaux_tc" : "greedy",
-                         synth_bool(options->normalize_top_k), glm ? "1.8" : "1.0"));
+                         "  \"first_k_dense_replace\": %u,\n  \"n_group\": %u,\n"
+                         "  \"topk_group\": %u,\n  \"topk_method\": \"%s\",\n"
+                         "  \"norm_topk_prob\": %s,\n  \"routed_scaling_factor\": %.6f,\n",
+                         options->experts, options->shared_experts, options->top_k,
+                         options->moe_intermediate, options->dense_layers, options->groups,
+                         options->top_groups, method, synth_bool(options->normalize_top_k),
+                         options->routed_scale));
     if (!glm)
         return xp_buf_append_text(text,
                                   "  \"scoring_func\": \"softmax\",\n  \"moe_layer_freq\": 1,\n");
@@ -288,8 +313,18 @@ static xp_status_t synth_check(const synth_options_t *options)
         return xp_fail(XP_INVALID,
                        "hidden size %u does not divide by %u heads, which transformers demands",
                        options->hidden, options->heads);
-    if (options->rope != MODEL_ROPE_NONE && synth_is_latent(options->architecture))
-        return xp_fail(XP_UNSUPPORTED, "rotary scaling is not written for %s",
+    bool latent = synth_is_latent(options->architecture);
+    if (!latent && (options->groups != 1 || options->top_groups != 1 || options->shared_experts ||
+                    options->routed_scale != 1))
+        return xp_fail(XP_UNSUPPORTED, "%s has no expert groups, shared experts or routed scale",
+                       model_synth_architecture_name(options->architecture));
+    if (latent && options->shared_experts == 0)
+        return xp_fail(XP_UNSUPPORTED, "%s without shared experts, which transformers demands",
+                       model_synth_architecture_name(options->architecture));
+    bool yarn = options->rope == MODEL_ROPE_YARN;
+    if (options->rope != MODEL_ROPE_NONE && latent &&
+        !(yarn && options->architecture == MODEL_ARCH_DEEPSEEK_V2))
+        return xp_fail(XP_UNSUPPORTED, "this rotary scaling is not written for %s",
                        model_synth_architecture_name(options->architecture));
     return XP_OK;
 }

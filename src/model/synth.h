@@ -22,6 +22,10 @@ typedef struct synth_options {
     uint32_t intermediate, moe_intermediate;
     uint32_t experts, top_k;
     uint32_t dense_layers; /* MoE families: how many first layers are dense */
+    /* DeepSeek-V2 and GLM only; 1, 1, 0 and 1.0 for the others. */
+    uint32_t groups, top_groups;
+    uint32_t shared_experts;
+    double routed_scale;
     bool normalize_top_k;
     bool tied;
     model_rope_scaling_t rope;

@@ -32,6 +32,9 @@ struct transport_client {
     uint32_t rows;     /* of that request */
     uint64_t requests, total_rows;
     transport_waiter_t waiter;
+    observe_t *observe;        /* NULL: nobody looks */
+    observe_record_t observed; /* of the live request */
+    uint64_t put_ns;           /* only while observed */
 };
 
 xp_status_t transport_client_create(const transport_geometry_t *geometry, uint32_t spin_ns,
@@ -164,6 +167,33 @@ static xp_status_t client_check_request(const transport_client_t *client,
     return XP_OK;
 }
 
+void *transport_client_input(const transport_client_t *client)
+{
+    return (char *)client->arena + transport_arena_input_offset(&client->geometry);
+}
+
+const void *transport_client_output(const transport_client_t *client)
+{
+    return (const char *)client->arena + transport_arena_output_offset(&client->geometry);
+}
+
+static void client_observe_put(transport_client_t *client, const transport_request_t *request)
+{
+    client->put_ns = xp_monotonic_ns();
+    client->observed.layer = request->layer;
+    client->observed.rows = request->rows;
+    client->observed.step = (uint8_t)request->kind;
+    client->observed.execution = request->execution;
+}
+
+static void client_observe_take(transport_client_t *client)
+{
+    client->observed.end_ns = xp_monotonic_ns();
+    client->observed.duration_ns = client->observed.end_ns - client->put_ns;
+    client->observed.sequence = client->observed.request = client->sequence;
+    observe_write(client->observe, &client->observed);
+}
+
 xp_status_t transport_client_put(transport_client_t *client, const transport_request_t *request,
                                  const transport_tensor_t *input)
 {
@@ -174,8 +204,10 @@ xp_status_t transport_client_put(transport_client_t *client, const transport_req
     XP_TRY(client_check_tensor(client, input, request->rows, "input"));
 
     mailbox_arena_t *arena = client->arena;
-    if (request->rows)
-        memcpy((char *)arena + transport_arena_input_offset(&client->geometry), input->data,
+    if (client->observe)
+        client_observe_put(client, request);
+    if (request->rows && input->data != transport_client_input(client))
+        memcpy(transport_client_input(client), input->data,
                request->rows * transport_row_bytes(&client->geometry));
     arena->request.slo_deadline_ns = request->slo_deadline_ns;
     arena->request.layer = request->layer;
@@ -234,11 +266,12 @@ xp_status_t transport_client_take(transport_client_t *client, const transport_te
     if (client->state != CLIENT_ANSWERED)
         return xp_fail(XP_INVALID, "no answer to take");
     XP_TRY(client_check_tensor(client, output, client->rows, "output"));
-    if (client->rows)
-        memcpy(output->data,
-               (const char *)client->arena + transport_arena_output_offset(&client->geometry),
+    if (client->rows && output->data != transport_client_output(client))
+        memcpy(output->data, transport_client_output(client),
                client->rows * transport_row_bytes(&client->geometry));
     client->state = CLIENT_IDLE;
+    if (client->observe)
+        client_observe_take(client);
     return XP_OK;
 }
 
@@ -261,4 +294,14 @@ void transport_client_stats(const transport_client_t *client, transport_stats_t 
                                      .spins = client->waiter.spins,
                                      .sleeps = client->waiter.sleeps,
                                      .wait_ns = client->waiter.wait_ns};
+}
+
+void transport_client_observe(transport_client_t *client, observe_t *observe, uint32_t instance,
+                              uint32_t rank)
+{
+    client->observe = observe;
+    client->observed = (observe_record_t){.instance = (uint16_t)instance,
+                                          .rank = (uint16_t)rank,
+                                          .lane = OBSERVE_NONE,
+                                          .graph_template = OBSERVE_NONE};
 }

@@ -16,6 +16,7 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "observe/observe.h"
 
 typedef struct transport_geometry {
     uint32_t hidden; /* width of a row, elements */
@@ -37,6 +38,7 @@ typedef struct transport_request {
     uint32_t kind;            /* transport_kind_t */
     uint64_t slo_deadline_ns; /* CLOCK_MONOTONIC; 0 = none: for the deadline policy */
     const uint32_t *dp_rows;  /* dp_size counts, or NULL when dp_size is 1 */
+    uint8_t execution;        /* for the observer only; stays in this process */
 } transport_request_t;
 
 /* The caller's tensor as handed to put/take; checked before anything is published. */
@@ -70,6 +72,11 @@ xp_status_t transport_client_put(transport_client_t *client, const transport_req
 xp_status_t transport_client_wait(transport_client_t *client, uint64_t deadline_ns);
 /* Copies the response rows into the caller's storage and frees the mailbox for the next request. */
 xp_status_t transport_client_take(transport_client_t *client, const transport_tensor_t *output);
+/* The rows inside the arena, for a caller that converts them on the way: while no request is live
+ * it may write the input rows in place and hand this pointer to put(); between wait() and take() it
+ * may read the output rows in place and hand this pointer to take(). Both are then not copied. */
+void *transport_client_input(const transport_client_t *client);
+const void *transport_client_output(const transport_client_t *client);
 /* put + wait + take. */
 xp_status_t transport_client_call(transport_client_t *client, const transport_request_t *request,
                                   const transport_tensor_t *input, const transport_tensor_t *output,
@@ -78,6 +85,9 @@ typedef struct transport_stats {
     uint64_t requests, rows, spins, sleeps, wait_ns;
 } transport_stats_t;
 void transport_client_stats(const transport_client_t *client, transport_stats_t *stats_out);
+/* From now on take() records each call; `observe` (may be NULL) outlives the client. */
+void transport_client_observe(transport_client_t *client, observe_t *observe, uint32_t instance,
+                              uint32_t rank);
 
 /* ---- AtnAgent side ---------------------------------------------------------------------- */
 typedef struct transport_server transport_server_t;

@@ -20,7 +20,7 @@
 /* Other waiters that spin, and the short computations of our own threads, take a yielded core for
  * less than this; a longer absence means that something else wants the core for a whole time slice.
  */
-#define WAIT_CONTENDED_YIELD_NS 500000u
+#define WAIT_CONTENDED_YIELD_NS 1000000u
 /* After such an absence so many waits go straight to the futex: a woken thread is scheduled before
  * one that computes, one that has given way only after it. */
 #define WAIT_HOLD 256

@@ -68,6 +68,7 @@ def greedy(model, ids, count):
 def check_family(family, folder):
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
                                                        output_loading_info=True)
+    common.mend_transformers(model)
     wrong = {key: value for key, value in info.items() if value}
     check(not wrong, f"{family}: transformers loads it with nothing missing or unexpected {wrong or ''}")
     report = inspect(folder)

@@ -85,17 +85,15 @@ static void compute(const scene_t *scene, const engine_attention_ops_t *ops, uin
     const uint32_t d = scene->head_dim, group = scene->heads / scene->kv_heads, layers = 2;
     const uint32_t pages = (scene->tokens + page_tokens - 1) / page_tokens;
     engine_kv_t kv;
-    assert_int_equal(engine_kv_create("test", pages, page_tokens, layers, scene->kv_heads * d, &kv),
+    assert_int_equal(engine_kv_create("test", pages, page_tokens, layers, scene->kv_heads, d, &kv),
                      XP_OK);
     uint32_t *table = malloc(pages * sizeof *table);
     for (uint32_t i = 0; i < pages; i++)
         table[i] = pages - 1 - i; /* pages out of order */
     const size_t row = (size_t)scene->kv_heads * d;
     for (uint32_t t = 0; t < scene->tokens; t++) {
-        size_t slot = (size_t)table[t / page_tokens] * page_tokens + t % page_tokens;
-        float *to = engine_kv_row(&kv, 1, slot);
-        memcpy(to, scene->keys + t * row, row * sizeof *to);
-        memcpy(to + row, scene->values + t * row, row * sizeof *to);
+        engine_kv_store(&kv, 1, table[t / page_tokens], t % page_tokens, scene->keys + t * row,
+                        scene->values + t * row);
     }
     engine_attention_t attention = {.ops = ops,
                                     .kv = &kv,

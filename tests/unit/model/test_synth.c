@@ -207,6 +207,46 @@ static void test_rotary_scaling(void **state)
     }
 }
 
+/* What only DeepSeek-V2 and GLM have arrives in the spec as it was asked for. */
+static void test_routing_options(void **state)
+{
+    (void)state;
+    for (unsigned i = MODEL_ARCH_DEEPSEEK_V2; i <= MODEL_ARCH_GLM4_MOE_LITE; i++) {
+        char name[32];
+        synth_options_t options;
+        model_synth_defaults((model_architecture_t)i, &options);
+        options.experts = 12;
+        options.groups = 3;
+        options.top_groups = 2;
+        options.shared_experts = 3;
+        options.routed_scale = 0.125;
+        snprintf(name, sizeof(name), "routing%u", i);
+        opened_t *opened = write_and_open(&options, name);
+        const model_ffn_t *ffn = &opened->spec.ffn[3];
+        assert_int_equal(opened->spec.ffn[0].kind, MODEL_FFN_DENSE);
+        assert_int_equal(ffn->groups, 3);
+        assert_int_equal(ffn->top_groups, 2);
+        assert_int_equal(ffn->shared_intermediate, 3 * options.moe_intermediate);
+        assert_true(ffn->routed_scale == 0.125);
+        close_opened(opened);
+        options.groups = options.top_groups = 1;
+        snprintf(name, sizeof(name), "ungrouped%u", i);
+        opened = write_and_open(&options, name);
+        assert_int_equal(opened->spec.ffn[3].groups, 1);
+        close_opened(opened);
+    }
+    /* YaRN as the published DeepSeek-V2 files write it. */
+    synth_options_t options;
+    model_synth_defaults(MODEL_ARCH_DEEPSEEK_V2, &options);
+    options.rope = MODEL_ROPE_YARN;
+    opened_t *opened = write_and_open(&options, "yarn");
+    assert_int_equal(opened->spec.rope.scaling, MODEL_ROPE_YARN);
+    assert_true(opened->spec.rope.mscale == 0.707);
+    assert_true(opened->spec.rope.mscale_all_dim == 0.707);
+    assert_true(opened->spec.rope.original_max_positions == 512);
+    close_opened(opened);
+}
+
 static void test_overwriting(void **state)
 {
     (void)state;
@@ -254,6 +294,18 @@ static void test_bad_options(void **state)
     model_synth_defaults(MODEL_ARCH_GLM4_MOE_LITE, &options);
     options.gguf = true;
     check_fails(model_synth_write(&options, path), XP_UNSUPPORTED, "glm4-moe-lite");
+    options.gguf = false;
+    options.rope = MODEL_ROPE_YARN;
+    check_fails(model_synth_write(&options, path), XP_UNSUPPORTED, "rotary scaling|glm4-moe-lite");
+    options.rope = MODEL_ROPE_NONE;
+    options.shared_experts = 0;
+    check_fails(model_synth_write(&options, path), XP_UNSUPPORTED, "shared experts");
+    model_synth_defaults(MODEL_ARCH_DEEPSEEK_V2, &options);
+    options.groups = 3;
+    check_fails(model_synth_write(&options, path), XP_INVALID, "3|8");
+    model_synth_defaults(MODEL_ARCH_QWEN3_MOE, &options);
+    options.groups = 2;
+    check_fails(model_synth_write(&options, path), XP_UNSUPPORTED, "qwen3-moe|groups");
     model_synth_defaults(MODEL_ARCH_LLAMA, &options);
     options.shards = 999;
     check_fails(model_synth_write(&options, path), XP_INVALID, "999");
@@ -272,6 +324,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_formats_agree, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_seeds_differ, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_rotary_scaling, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_routing_options, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_overwriting, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_bad_options, set_up, tear_down),
     };

@@ -1,0 +1,406 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The `ffn.*` rows: decode and prefill of real layer shapes, with the device's copy rate in the
+ * same run as the floor. Every series goes round over distinct layers of more than four times the
+ * L2 in all.
+ *
+ * usage: cuda_ffn_bench [quick]
+ * Rows go to stdout as lines of JSON; benches/cuda/ffn_on_device makes the file.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "ffn_kit.h"
+
+enum { REPEATS = 7, MAX_LANES = 32, SAMPLES = 2048 };
+
+typedef struct bench_lanes {
+    ffn_cuda_lane_t lane[MAX_LANES];
+    cuda_address_t at[MAX_LANES], input[MAX_LANES], output, workspace;
+    uint32_t count;
+} bench_lanes_t;
+
+static double copy_rate; /* bytes read plus bytes written, a second */
+static bool quick;
+
+static int compare_doubles(const void *a, const void *b)
+{
+    const double left = *(const double *)a, right = *(const double *)b;
+    return left < right ? -1 : left > right;
+}
+
+static int compare_samples(const void *a, const void *b)
+{
+    const uint32_t left = *(const uint32_t *)a, right = *(const uint32_t *)b;
+    return left < right ? -1 : left > right;
+}
+
+static double median(double *values, uint32_t count)
+{
+    qsort(values, count, sizeof(*values), compare_doubles);
+    return values[count / 2];
+}
+
+static void number(char *text, size_t bytes, double value)
+{
+    if (isnan(value))
+        snprintf(text, bytes, "null");
+    else
+        snprintf(text, bytes, "%.4f", value);
+}
+
+/* NAN: null. */
+static void row(const char *metric, double value, const char *unit, double floor, double peer,
+                const char *target, const char *note)
+{
+    char floor_text[32], peer_text[32];
+    number(floor_text, sizeof(floor_text), floor);
+    number(peer_text, sizeof(peer_text), peer);
+    printf("{\"metric\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": %s, \"peer\": %s, "
+           "\"target\": %s%s%s, \"note\": \"%s\"}\n",
+           metric, value, unit, floor_text, peer_text, target ? "\"" : "", target ? target : "null",
+           target ? "\"" : "", note);
+}
+
+static void begin(ffn_kit_t *kit)
+{
+    CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->start, kit->stream));
+}
+
+static double end_us(ffn_kit_t *kit)
+{
+    CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->end, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    return ffn_kit_elapsed(kit) * 1e3;
+}
+
+static void measure_copy(ffn_kit_t *kit)
+{
+    const uint64_t bytes = (uint64_t)2 << 30;
+    cuda_address_t from = ffn_kit_alloc(kit, bytes), to = ffn_kit_alloc(kit, bytes);
+    double times[REPEATS];
+    ffn_kit_fill(kit, from, bytes / 2, 5, 1.0f, FFN_CUDA_BF16);
+    for (uint32_t i = 0; i < REPEATS + 2; i++) {
+        begin(kit);
+        for (uint32_t j = 0; j < 3; j++)
+            CHECK_OK(
+                CUDA_CALL(kit->device.driver, cuMemcpyDtoDAsync, to, from, bytes, kit->stream));
+        const double us = end_us(kit) / 3;
+        if (i >= 2)
+            times[i - 2] = us;
+    }
+    copy_rate = 2.0 * (double)bytes / median(times, REPEATS) * 1e6;
+    row("ffn.copy_tb_s", copy_rate / 1e12, "TB/s", NAN, NAN, NULL,
+        "device copy, bytes read plus bytes written");
+    ffn_kit_free(kit, to);
+    ffn_kit_free(kit, from);
+}
+
+static void lanes_make(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t count, uint32_t max_rows,
+                       uint32_t bulk, bench_lanes_t *l)
+{
+    const uint64_t elements = (uint64_t)max_rows * m->signature.hidden;
+    ffn_cuda_limits_t limits = {.bulk_rows = bulk};
+    ffn_cuda_workspace_t workspace;
+    memset(l, 0, sizeof(*l));
+    ffn_cuda_limits_add(&limits, &m->signature);
+    l->count = count;
+    l->workspace = ffn_kit_alloc(kit, ffn_cuda_workspace_bytes(&limits));
+    ffn_cuda_workspace_carve(&limits, l->workspace, &workspace);
+    l->output = ffn_kit_alloc(kit, elements * 2);
+    for (uint32_t i = 0; i < count; i++) {
+        l->at[i] = ffn_kit_alloc(kit, sizeof(ffn_cuda_lane_t));
+        l->input[i] = ffn_kit_alloc(kit, elements * 2);
+        ffn_kit_fill(kit, l->input[i], elements, 9000 + i, 1.0f,
+                     (ffn_cuda_dtype_t)m->signature.dtype);
+        l->lane[i] = (ffn_cuda_lane_t){
+            .layers = (void *)(uintptr_t)m->layer_at,
+            .workspace = workspace, /* they run one after the other */
+            .layer = i % m->layers,
+            .input = (void *)(uintptr_t)l->input[i],
+            .output = (void *)(uintptr_t)l->output,
+        };
+    }
+}
+
+static void lanes_rows(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows)
+{
+    for (uint32_t i = 0; i < l->count; i++) {
+        l->lane[i].rows = rows;
+        ffn_kit_write(kit, l->at[i], &l->lane[i], sizeof(l->lane[i]));
+    }
+}
+
+static void lanes_free(ffn_kit_t *kit, bench_lanes_t *l)
+{
+    for (uint32_t i = 0; i < l->count; i++) {
+        ffn_kit_free(kit, l->at[i]);
+        ffn_kit_free(kit, l->input[i]);
+    }
+    ffn_kit_free(kit, l->output);
+    ffn_kit_free(kit, l->workspace);
+}
+
+/* Microseconds a layer of a captured sequence of decode launches. */
+static double decode_graph_us(ffn_kit_t *kit, bench_lanes_t *l)
+{
+    const uint32_t launches = l->count * (quick ? 2 : 4);
+    cuda_graph_exec_t graph;
+    double times[REPEATS];
+    CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
+    for (uint32_t i = 0; i < launches; i++)
+        CHECK_OK(ffn_cuda_decode(&kit->kernels, l->at[i % l->count], kit->stream));
+    CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
+    for (uint32_t i = 0; i < REPEATS + 2; i++) {
+        begin(kit);
+        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+        const double us = end_us(kit) / launches;
+        if (i >= 2)
+            times[i - 2] = us;
+    }
+    cuda_graph_destroy(&kit->device, graph);
+    return median(times, REPEATS);
+}
+
+/* Median and P99 of post to answer, and the mean over all, pauses left out; through the resident
+ * kernel. */
+typedef struct resident_times {
+    double p50_us, p99_us, mean_us;
+} resident_times_t;
+
+static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_ahead,
+                                    uint32_t pause_ns)
+{
+    static uint32_t samples[SAMPLES];
+    cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
+    cuda_address_t list = ffn_kit_alloc(kit, sizeof(l->at));
+    cuda_address_t answer = ffn_kit_alloc(kit, 256), out = ffn_kit_alloc(kit, sizeof(samples));
+    uint32_t lane_count = l->count, count = quick ? 256 : SAMPLES;
+    uint64_t first = 0, last = (uint64_t)count + 1;
+    void *post[] = {&queue, &list, &lane_count, &first, &count, &pause_ns, &answer, &out};
+    void *leave[] = {&queue, &last};
+    ffn_kit_write(kit, list, l->at, sizeof(l->at));
+    CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, look_ahead, kit->stream));
+    CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[FFN_KIT_POST], 1, 1, 1, 1,
+                       1, 1, 0, kit->side, post, NULL));
+    CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[FFN_KIT_LEAVE], 1, 1, 1, 1,
+                       1, 1, 0, kit->side, leave, NULL));
+    ffn_kit_wait(kit, kit->side);
+    ffn_kit_wait(kit, kit->stream);
+    ffn_kit_read(kit, out, samples, count * sizeof(samples[0]));
+    double sum = 0;
+    for (uint32_t i = 8; i < count; i++)
+        sum += samples[i];
+    qsort(samples + 8, count - 8, sizeof(samples[0]), compare_samples);
+    ffn_kit_free(kit, out);
+    ffn_kit_free(kit, answer);
+    ffn_kit_free(kit, list);
+    ffn_kit_free(kit, queue);
+    return (resident_times_t){samples[8 + (count - 8) / 2] / 1e3,
+                              samples[8 + (count - 8) * 99 / 100] / 1e3, sum / (count - 8) / 1e3};
+}
+
+static ffn_cuda_signature_t signature_dense(void)
+{
+    return (ffn_cuda_signature_t){
+        .hidden = 5120, .intermediate = 17408, .dtype = FFN_CUDA_BF16, .routed_scale = 1.0f};
+}
+
+static ffn_cuda_signature_t signature_moe(void)
+{
+    return (ffn_cuda_signature_t){.hidden = 2048,
+                                  .intermediate = 768,
+                                  .dtype = FFN_CUDA_BF16,
+                                  .experts = 128,
+                                  .top_k = 8,
+                                  .normalize = 1,
+                                  .groups = 1,
+                                  .top_groups = 1,
+                                  .routed_scale = 1.0f};
+}
+
+static void bench_dense_decode(ffn_kit_t *kit)
+{
+    static const uint32_t counts[] = {1, 2, 4, 8, 16};
+    const ffn_cuda_signature_t s = signature_dense();
+    const double bytes = 3.0 * s.hidden * s.intermediate * 2;
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    ffn_kit_model_make(kit, &s, 6, 1, false, &m);
+    lanes_make(kit, &m, 6, FFN_CUDA_DECODE_ROWS, 0, &l);
+    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        char metric[96], note[200];
+        const char *target = counts[i] == 1 ? ">= 0.95" : (counts[i] == 16 ? ">= 0.90" : NULL);
+        lanes_rows(kit, &l, counts[i]);
+        const double floor_us = bytes / copy_rate * 1e6;
+        const double graph = decode_graph_us(kit, &l);
+        const resident_times_t plain = resident_us(kit, &l, false, 0);
+        const resident_times_t ahead = resident_us(kit, &l, true, 0);
+        const resident_times_t paused = resident_us(kit, &l, true, 20000);
+        snprintf(metric, sizeof(metric), "ffn.dense.decode%u.copy_fraction", counts[i]);
+        snprintf(
+            note, sizeof(note),
+            "resident kernel, mailbox included, no look-ahead: mean %.2f us, P50 %.2f, P99 %.2f",
+            plain.mean_us, plain.p50_us, plain.p99_us);
+        row(metric, floor_us / plain.mean_us, "ratio", 1.0, NAN, target, note);
+        snprintf(metric, sizeof(metric), "ffn.dense.decode%u.look_ahead_copy_fraction", counts[i]);
+        snprintf(note, sizeof(note),
+                 "the next layer's first weights load ahead: back to back mean "
+                 "%.2f us, P99 %.2f; with 20 us between: mean %.2f",
+                 ahead.mean_us, ahead.p99_us, paused.mean_us);
+        row(metric, floor_us / ahead.mean_us, "ratio", 1.0, NAN, NULL, note);
+        snprintf(metric, sizeof(metric), "ffn.dense.decode%u.graph_copy_fraction", counts[i]);
+        snprintf(note, sizeof(note), "captured launches, %.2f us a layer", graph);
+        row(metric, floor_us / graph, "ratio", 1.0, NAN, NULL, note);
+    }
+    lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+}
+
+static void bench_moe_decode(ffn_kit_t *kit)
+{
+    static const uint32_t counts[] = {1, 2, 4, 8, 16};
+    const ffn_cuda_signature_t s = signature_moe();
+    const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    ffn_kit_model_make(kit, &s, 4, 2, false, &m);
+    lanes_make(kit, &m, MAX_LANES, FFN_CUDA_DECODE_ROWS, 0, &l);
+    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        char metric[96], note[200];
+        /* Distinct experts of random rows, as counted over the Lanes. */
+        double experts = 0;
+        lanes_rows(kit, &l, counts[i]);
+        if (counts[i] == 1) {
+            experts = s.top_k;
+        } else {
+            uint32_t chosen[FFN_CUDA_MAX_TOP_K];
+            for (uint32_t lane = 0; lane < 2; lane++) {
+                bool seen[FFN_CUDA_MAX_EXPERTS] = {false};
+                for (uint32_t r = 0; r < counts[i]; r++) {
+                    ffn_kit_chosen(&m, l.lane[lane].layer, 9000 + lane, r, chosen);
+                    for (uint32_t k = 0; k < s.top_k; k++) {
+                        experts += !seen[chosen[k]] / 2.0;
+                        seen[chosen[k]] = true;
+                    }
+                }
+            }
+        }
+        const double floor_us = experts * expert_bytes / copy_rate * 1e6;
+        const double graph = decode_graph_us(kit, &l);
+        const resident_times_t plain = resident_us(kit, &l, false, 0);
+        snprintf(metric, sizeof(metric), "ffn.moe.decode%u.floor_ratio", counts[i]);
+        snprintf(
+            note, sizeof(note),
+            "resident, mailbox included: mean %.2f us, P50 %.2f, P99 %.2f; %.1f experts a layer",
+            plain.mean_us, plain.p50_us, plain.p99_us, experts);
+        row(metric, plain.mean_us / floor_us, "ratio", 1.0, NAN, counts[i] == 1 ? "<= 1.3" : NULL,
+            note);
+        snprintf(metric, sizeof(metric), "ffn.moe.decode%u.graph_floor_ratio", counts[i]);
+        snprintf(note, sizeof(note), "captured launches, %.2f us a layer", graph);
+        row(metric, graph / floor_us, "ratio", 1.0, NAN, NULL, note);
+    }
+    lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+}
+
+static void bench_dense_prefill(ffn_kit_t *kit)
+{
+    enum { ROWS = 4096, LAYERS = 2 };
+    const ffn_cuda_signature_t s = signature_dense();
+    const double flops = 6.0 * ROWS * s.hidden * s.intermediate;
+    ffn_library_t *library;
+    ffn_library_plan_t *plan;
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    double times[REPEATS], act[REPEATS], own[REPEATS];
+    char note[200];
+    if (ffn_library_open(&kit->kernels, &library) != XP_OK) {
+        printf("skipped: %s\n", xp_error_last()->text);
+        return;
+    }
+    ffn_kit_model_make(kit, &s, LAYERS, 3, false, &m);
+    lanes_make(kit, &m, LAYERS, ROWS, ROWS, &l);
+    lanes_rows(kit, &l, ROWS);
+    CHECK_OK(ffn_library_plan_make(library, &s, ROWS, 0, &plan));
+    cuda_address_t scratch = ffn_kit_alloc(kit, ffn_library_scratch_bytes(plan));
+    const uint64_t elements = (uint64_t)ROWS * s.intermediate;
+    for (uint32_t i = 0; i < REPEATS + 2; i++) {
+        const uint32_t at = i < 2 ? 0 : i - 2;
+        begin(kit);
+        for (uint32_t layer = 0; layer < LAYERS; layer++)
+            CHECK_OK(ffn_library_run(plan, &m.part[layer], l.input[layer], l.output, 0, scratch,
+                                     kit->stream));
+        times[at] = end_us(kit) / LAYERS;
+        begin(kit);
+        for (uint32_t layer = 0; layer < LAYERS; layer++)
+            CHECK_OK(ffn_cuda_activate(&kit->kernels, scratch, scratch + elements * 2, elements,
+                                       FFN_CUDA_BF16, 0, kit->stream));
+        act[at] = end_us(kit) / LAYERS;
+        begin(kit);
+        for (uint32_t layer = 0; layer < LAYERS; layer++)
+            CHECK_OK(ffn_cuda_bulk(&kit->kernels, &s, ROWS, 0, l.at[layer], kit->stream));
+        own[at] = end_us(kit) / LAYERS;
+    }
+    const double whole = median(times, REPEATS), activation = median(act, REPEATS);
+    const double products = whole - activation;
+    snprintf(note, sizeof(note),
+             "whole layer %.1f us (%.0f TFLOP/s), of which the activation %.1f; peer: the three "
+             "products alone",
+             whole, flops / whole / 1e6, activation);
+    row("ffn.dense.prefill4096.cublaslt_ratio", products / whole, "ratio", NAN,
+        flops / products / 1e6, ">= 0.95", note);
+    snprintf(note, sizeof(note), "our grouped products on a dense layer: %.1f us",
+             median(own, REPEATS));
+    row("ffn.dense.prefill4096.grouped_tflop_s", flops / median(own, REPEATS) / 1e6, "TFLOP/s", NAN,
+        flops / products / 1e6, NULL, note);
+    ffn_kit_free(kit, scratch);
+    ffn_library_plan_free(plan);
+    ffn_library_close(library);
+    lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+}
+
+static void bench_moe_prefill(ffn_kit_t *kit)
+{
+    static const uint32_t counts[] = {512, 2048, 4096, 8192};
+    const ffn_cuda_signature_t s = signature_moe();
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    ffn_kit_model_make(kit, &s, 3, 4, false, &m);
+    lanes_make(kit, &m, 3, 8192, 8192, &l);
+    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
+        double times[REPEATS];
+        char metric[96], note[200];
+        lanes_rows(kit, &l, counts[c]);
+        for (uint32_t i = 0; i < REPEATS + 2; i++) {
+            begin(kit);
+            for (uint32_t layer = 0; layer < 3; layer++)
+                CHECK_OK(ffn_cuda_bulk(&kit->kernels, &s, counts[c], 0, l.at[layer], kit->stream));
+            times[i < 2 ? 0 : i - 2] = end_us(kit) / 3;
+        }
+        const double us = median(times, REPEATS);
+        const double flops = 6.0 * counts[c] * s.top_k * s.hidden * s.intermediate;
+        snprintf(metric, sizeof(metric), "ffn.moe.prefill%u.us", counts[c]);
+        snprintf(note, sizeof(note), "whole layer, router included, %.0f TFLOP/s",
+                 flops / us / 1e6);
+        row(metric, us, "us", NAN, NAN, NULL, note);
+    }
+    lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+}
+
+int main(int count, char **arguments)
+{
+    ffn_kit_t kit;
+    quick = count > 1 && strcmp(arguments[1], "quick") == 0;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    ffn_kit_open(&kit, 0);
+    measure_copy(&kit);
+    bench_dense_decode(&kit);
+    bench_moe_decode(&kit);
+    bench_dense_prefill(&kit);
+    bench_moe_prefill(&kit);
+    ffn_kit_close(&kit);
+    return 0;
+}

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""The torch operator `xpool::ffn_shim`: rows of hidden states in, the layer's FFN output out.
+
+    xpool.ops.ffn_shim(hidden_states, layer)   # rows x hidden, f32, f16 or bf16, in host memory
+
+It allocates the output and calls libxpool; it computes nothing. `attach` says which Instance Rank
+answers. The fake implementation lets torch trace and capture the operator without a rank.
+"""
+
+import torch
+
+from xpool import rank as _ranks
+
+_DTYPES = {torch.float32: _ranks.F32, torch.float16: _ranks.F16, torch.bfloat16: _ranks.BF16}
+
+_rank = None
+_failed = None
+
+
+def attach(rank, failed=None):
+    """Makes `rank` the one that answers in this process (None: nobody). `failed(status, text)` is
+    called when it cannot, before the exception is raised."""
+    global _rank, _failed
+    _rank, _failed = rank, failed
+
+
+def attached():
+    """The Instance Rank that answers in this process, or None."""
+    return _rank
+
+
+def _ffn_shim(hidden_states, layer):
+    if _rank is None:
+        raise RuntimeError("xpool::ffn_shim: no Instance Rank is attached in this process")
+    rows_in = hidden_states.contiguous()
+    output = torch.empty_like(rows_in)
+    status = _rank.ffn(
+        layer,
+        rows_in.shape[0],
+        _DTYPES[rows_in.dtype],
+        rows_in.data_ptr(),
+        output.data_ptr(),
+    )
+    if status != _ranks.OK:
+        error = _rank.error(status)
+        if _failed is not None:
+            _failed(status, str(error))
+        raise error
+    return output
+
+
+_library = torch.library.Library("xpool", "DEF")
+_library.define("ffn_shim(Tensor hidden_states, int layer) -> Tensor")
+_library.impl("ffn_shim", _ffn_shim, "CPU")
+
+
+@torch.library.register_fake("xpool::ffn_shim", lib=_library)
+def _ffn_shim_fake(hidden_states, layer):
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+ffn_shim = torch.ops.xpool.ffn_shim.default

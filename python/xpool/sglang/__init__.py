@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: MIT
+"""The SGLang plugin: attention and KV Cache stay in SGLang, the FFN of every layer is CrossPool's.
+
+`plugin.install` is the entry point. Each file owns one thing that is changed in SGLang:
+
+    release    which release the rest was written for
+    options    server arguments: which model, which workload, what is refused
+    adapters   the FFN classes of each architecture
+    ffn        their replacement, and the check that nothing of an FFN is left here
+    weights    reading a checkpoint without its FFN tensors
+    parallel   tensor and data parallel attention around an FFN that is elsewhere
+    step       what kind of step a call belongs to
+    cpu        what SGLang needs to compute right answers on a CPU
+    rank       the Instance Rank's life along the scheduler's
+    failure    ending SGLang with a reason
+
+A further thing, such as the KV pool and allocator, is a further file with a `hook()` that
+`plugin.HOOKS` names.
+"""

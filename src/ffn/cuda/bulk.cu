@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: MIT
+// Everything of a bulk FFN (many rows) but its matrix products: router with top-k, the grouping of
+// rows by expert, the activation between library products, and the FP32 sums at the end. Counts stay
+// on the device: the grids are made for the workspace's rows and blocks past the live rows leave.
+//
+// A pair is a row with one of its experts. Pairs are laid out in expert order; where a pair lies inside
+// its expert depends on the run, its values do not, and the sum over a row's experts is in ascending
+// expert order with the shared part last.
+#include "ffn/cuda/tables.h"
+#include "ffn/cuda/ptx.cuh"
+#include "ffn/cuda/route.cuh"
+#include "ffn/cuda/bulk_shape.h"
+
+static __device__ __forceinline__ const ffn_cuda_layer_t *lane_layer(const ffn_cuda_lane_t *lane)
+{
+    return lane->layers + lane->layer;
+}
+
+// One block. Counters of the Invocation back to zero.
+extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_begin(
+    const ffn_cuda_lane_t *lane)
+{
+    const ffn_cuda_workspace_t &w = lane->workspace;
+    const uint32_t experts = lane_layer(lane)->signature->experts;
+    for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
+        w.counts[e] = 0;
+        w.filled[e] = 0;
+    }
+}
+
+// Router weights in FP32 are cut into three pieces of the activations' type whose products are exact,
+// so that the logits are as good as FP32 ones; pieces are scaled so that FP16 does not lose the last.
+template <typename T> static __device__ __forceinline__ float piece_scale();
+template <> __device__ __forceinline__ float piece_scale<__nv_bfloat16>()
+{
+    return 1.0f;
+}
+template <> __device__ __forceinline__ float piece_scale<__half>()
+{
+    return 256.0f;
+}
+template <typename T> static __device__ __forceinline__ float piece_back(uint32_t pair, int i)
+{
+    const float2 two = ptx_unpack<T>(pair);
+    return i ? two.y : two.x;
+}
+
+template <typename T>
+static __device__ __forceinline__ void router_weights(const char *router, bool wide, uint64_t at,
+                                                      uint32_t (&pieces)[3][4])
+{
+    if (!wide) {
+        const uint4 packed = __ldg((const uint4 *)(router + at * 2));
+        pieces[0][0] = packed.x, pieces[0][1] = packed.y;
+        pieces[0][2] = packed.z, pieces[0][3] = packed.w;
+        return;
+    }
+    float w[8];
+    *(float4 *)&w[0] = __ldg((const float4 *)(router + at * 4));
+    *(float4 *)&w[4] = __ldg((const float4 *)(router + at * 4 + 16));
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        w[i] *= piece_scale<T>();
+#pragma unroll
+    for (int n = 0; n < 3; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            pieces[n][i] = ptx_pack<T>(w[i * 2], w[i * 2 + 1]);
+            w[i * 2] -= piece_back<T>(pieces[n][i], 0);
+            w[i * 2 + 1] -= piece_back<T>(pieces[n][i], 1);
+        }
+}
+
+// logits [BULK_ROUTE_ROWS][experts] of the block's rows, in shared memory. A warp takes 16 experts at a
+// time; lanes read 16 contiguous bytes of a row as four K pairs of two products, as in decode.cu.
+template <typename T>
+static __device__ __forceinline__ void route_logits(const ffn_cuda_lane_t *lane,
+                                                    const ffn_cuda_signature_t &s, uint32_t first,
+                                                    uint32_t rows, float *logits)
+{
+    const uint32_t warp = threadIdx.x / 32, l = threadIdx.x % 32, g = l / 4, t = l % 4;
+    const bool wide = s.router_dtype == FFN_CUDA_F32;
+    const char *router = (const char *)lane_layer(lane)->router;
+    const char *input = (const char *)lane->input;
+    for (uint32_t tile = warp; tile * 16 < s.experts; tile += BULK_THREADS / 32) {
+        float sum[BULK_ROUTE_ROWS / 8][4] = {};
+        const uint32_t low = tile * 16 + g, high = low + 8;
+#pragma unroll 2
+        for (uint32_t k = t * 8; k < (s.hidden + 31) / 32 * 32; k += 32) {
+            uint32_t a[3][4] = {}, b[3][4] = {};
+            if (k < s.hidden && low < s.experts)
+                router_weights<T>(router, wide, (uint64_t)low * s.hidden + k, a);
+            if (k < s.hidden && high < s.experts)
+                router_weights<T>(router, wide, (uint64_t)high * s.hidden + k, b);
+#pragma unroll
+            for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++) {
+                uint4 x = make_uint4(0, 0, 0, 0);
+                if (k < s.hidden && n * 8 + g < rows)
+                    x = __ldg((const uint4 *)(input +
+                                              ((uint64_t)(first + n * 8 + g) * s.hidden + k) * 2));
+#pragma unroll
+                for (int piece = 2; piece >= 0; piece--) {
+                    if (piece && !wide)
+                        continue;
+                    ptx_mma<T>(sum[n], a[piece][0], b[piece][0], a[piece][1], b[piece][1], x.x, x.y);
+                    ptx_mma<T>(sum[n], a[piece][2], b[piece][2], a[piece][3], b[piece][3], x.z, x.w);
+                }
+            }
+        }
+        const float scale = wide ? 1.0f / piece_scale<T>() : 1.0f;
+#pragma unroll
+        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint32_t expert = i / 2 ? high : low, row = n * 8 + t * 2 + i % 2;
+                if (expert < s.experts)
+                    logits[row * s.experts + expert] = sum[n][i] * scale;
+            }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_route(
+    const ffn_cuda_lane_t *lane)
+{
+    extern __shared__ float logits[];
+    __shared__ ffn_cuda_signature_t s;
+    const ffn_cuda_layer_t *layer = lane_layer(lane);
+    const ffn_cuda_workspace_t &w = lane->workspace;
+    const uint32_t first = blockIdx.x * BULK_ROUTE_ROWS, warp = threadIdx.x / 32;
+    const uint32_t l = threadIdx.x % 32;
+    if (first >= lane->rows)
+        return;
+    const uint32_t rows = min(BULK_ROUTE_ROWS, lane->rows - first);
+    if (threadIdx.x < sizeof(s) / 4)
+        ((uint32_t *)&s)[threadIdx.x] = ((const uint32_t *)layer->signature)[threadIdx.x];
+    __syncthreads();
+    if (s.dtype == FFN_CUDA_BF16)
+        route_logits<__nv_bfloat16>(lane, s, first, rows, logits);
+    else
+        route_logits<__half>(lane, s, first, rows, logits);
+    __syncthreads();
+    for (uint32_t row = warp; row < rows; row += BULK_THREADS / 32) {
+        uint32_t expert;
+        float weight;
+        route_row(s, logits + row * s.experts, layer->bias, &expert, &weight);
+        // Ascending by expert: the order in which the sum is taken.
+        uint32_t rank = 0;
+        for (uint32_t i = 0; i < s.top_k; i++)
+            rank += __shfl_sync(ROUTE_ALL, expert, i) < expert;
+        if (l < s.top_k) {
+            const uint64_t at = (uint64_t)(first + row) * s.top_k + rank;
+            w.chosen[at] = expert;
+            w.weights[at] = weight;
+            atomicAdd(&w.counts[expert], 1);
+        }
+    }
+}
+
+// Inclusive sum over the block, one value a thread.
+static __device__ uint32_t block_sum(uint32_t value, uint32_t *shared)
+{
+    const uint32_t thread = threadIdx.x;
+    shared[thread] = value;
+    __syncthreads();
+    for (uint32_t d = 1; d < BULK_PLAN_THREADS; d *= 2) {
+        const uint32_t before = thread >= d ? shared[thread - d] : 0;
+        __syncthreads();
+        shared[thread] += before;
+        __syncthreads();
+    }
+    return shared[thread];
+}
+
+// One block: where each expert's pairs begin, and the tiles of the grouped products.
+extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
+    const ffn_cuda_lane_t *lane)
+{
+    __shared__ uint32_t shared[BULK_PLAN_THREADS];
+    const ffn_cuda_workspace_t &w = lane->workspace;
+    const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
+    const uint32_t e = threadIdx.x, rows = lane->rows;
+    const uint32_t count = e < s.experts ? w.counts[e] : 0;
+    const uint32_t mine = (count + FFN_CUDA_TILE_ROWS - 1) / FFN_CUDA_TILE_ROWS;
+    const uint32_t end = block_sum(count, shared);
+    __syncthreads();
+    const uint32_t tile_end = block_sum(mine, shared);
+    __syncthreads();
+    const uint32_t routed = shared[BULK_PLAN_THREADS - 1];
+    if (e < s.experts)
+        w.offsets[e + 1] = end;
+    for (uint32_t i = 0; i < mine; i++) {
+        const uint32_t done = i * FFN_CUDA_TILE_ROWS;
+        w.tiles[tile_end - mine + i] = {e, end - count + done,
+                                        min(FFN_CUDA_TILE_ROWS, count - done), 0};
+    }
+    const uint32_t last_width = s.experts ? s.shared_intermediate : s.intermediate;
+    const uint32_t last = last_width ? (rows + FFN_CUDA_TILE_ROWS - 1) / FFN_CUDA_TILE_ROWS : 0;
+    for (uint32_t i = e; i < last; i += BULK_PLAN_THREADS)
+        w.tiles[routed + i] = {s.experts, i * FFN_CUDA_TILE_ROWS,
+                               min(FFN_CUDA_TILE_ROWS, rows - i * FFN_CUDA_TILE_ROWS), 0};
+    if (e == 0) {
+        w.offsets[0] = 0;
+        w.tile_count[0] = routed;
+        w.tile_count[1] = last;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_place(
+    const ffn_cuda_lane_t *lane)
+{
+    const ffn_cuda_workspace_t &w = lane->workspace;
+    const uint32_t top_k = lane_layer(lane)->signature->top_k;
+    const uint32_t pair = blockIdx.x * BULK_THREADS + threadIdx.x;
+    if (pair >= lane->rows * top_k)
+        return;
+    const uint32_t expert = w.chosen[pair];
+    const uint32_t at = w.offsets[expert] + atomicAdd(&w.filled[expert], 1);
+    w.row_ids[at] = pair / top_k;
+    w.pair_at[pair] = at;
+}
+
+template <typename T>
+static __device__ __forceinline__ void store_four(const ffn_cuda_lane_t *lane, uint64_t at, float4 v)
+{
+    if (lane->output)
+        *(uint2 *)((T *)lane->output + at) = make_uint2(ptx_pack<T>(v.x, v.y), ptx_pack<T>(v.z, v.w));
+    else
+        *(float4 *)(lane->partial + at) = v;
+}
+
+static __device__ __forceinline__ void add_four(float4 *sum, float weight, float4 v)
+{
+    sum->x = fmaf(weight, v.x, sum->x);
+    sum->y = fmaf(weight, v.y, sum->y);
+    sum->z = fmaf(weight, v.z, sum->z);
+    sum->w = fmaf(weight, v.w, sum->w);
+}
+
+// A block takes rows in turn; a thread four columns. One cast, at the end.
+extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
+    const ffn_cuda_lane_t *lane)
+{
+    const ffn_cuda_workspace_t &w = lane->workspace;
+    const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
+    const uint32_t rows = lane->rows, top_k = s.experts ? s.top_k : 0, hidden = s.hidden;
+    const bool last = s.experts == 0 || s.shared_intermediate;
+    for (uint32_t row = blockIdx.x; row < rows; row += gridDim.x)
+        for (uint32_t column = threadIdx.x * 4; column < hidden; column += BULK_THREADS * 4) {
+            float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+            for (uint32_t i = 0; i < top_k; i++) {
+                const uint64_t pair = (uint64_t)row * top_k + i;
+                const float4 v = __ldcs(
+                    (const float4 *)(w.products + (uint64_t)w.pair_at[pair] * hidden + column));
+                add_four(&sum, w.weights[pair], v);
+            }
+            if (last)
+                add_four(&sum, 1.0f,
+                         __ldcs((const float4 *)(w.products +
+                                                 ((uint64_t)rows * top_k + row) * hidden + column)));
+            if (s.dtype == FFN_CUDA_BF16)
+                store_four<__nv_bfloat16>(lane, (uint64_t)row * hidden + column, sum);
+            else
+                store_four<__half>(lane, (uint64_t)row * hidden + column, sum);
+        }
+}
+
+// Partials of an Execution Group, added in PE order in FP32, cast once.
+extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_reduce(const ffn_cuda_lane_t *lane)
+{
+    const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
+    const uint64_t count = (uint64_t)lane->rows * s.hidden;
+    for (uint64_t at = ((uint64_t)blockIdx.x * BULK_THREADS + threadIdx.x) * 4; at < count;
+         at += (uint64_t)gridDim.x * BULK_THREADS * 4) {
+        float4 sum = make_float4(0, 0, 0, 0);
+        for (uint32_t i = 0; i < lane->partial_count; i++)
+            add_four(&sum, 1.0f, *(const float4 *)(lane->partials[i] + at));
+        if (s.dtype == FFN_CUDA_BF16)
+            store_four<__nv_bfloat16>(lane, at, sum);
+        else
+            store_four<__half>(lane, at, sum);
+    }
+}
+
+// gate[i] = act(gate[i]) * up[i], both [rows][width] as a library's products left them.
+template <typename T>
+static __device__ __forceinline__ void activate_all(uint4 *gate, const uint4 *up, uint64_t count,
+                                                    uint32_t activation)
+{
+    const uint64_t step = (uint64_t)gridDim.x * BULK_THREADS;
+#pragma unroll 2
+    for (uint64_t i = (uint64_t)blockIdx.x * BULK_THREADS + threadIdx.x; i < count; i += step) {
+        const uint4 g = __ldcs(gate + i), u = __ldcs(up + i);
+        const uint32_t gs[4] = {g.x, g.y, g.z, g.w}, us[4] = {u.x, u.y, u.z, u.w};
+        uint32_t out[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const float2 a = ptx_unpack<T>(gs[n]), b = ptx_unpack<T>(us[n]);
+            out[n] = ptx_pack<T>(ptx_activate(activation, a.x, b.x),
+                                 ptx_activate(activation, a.y, b.y));
+        }
+        gate[i] = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BULK_THREADS)
+    ffn_activate(void *gate, const void *up, uint64_t elements, uint32_t dtype, uint32_t activation)
+{
+    if (dtype == FFN_CUDA_BF16)
+        activate_all<__nv_bfloat16>((uint4 *)gate, (const uint4 *)up, elements / 8, activation);
+    else
+        activate_all<__half>((uint4 *)gate, (const uint4 *)up, elements / 8, activation);
+}

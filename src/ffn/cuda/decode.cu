@@ -1,0 +1,844 @@
+// SPDX-License-Identifier: MIT
+// The whole FFN of one layer for 1 to 16 rows in one cooperative launch: router, gate and up, down.
+//
+// Few rows make this a matter of streaming weights. A block is 8 computing warps and two warps that
+// only start copies: one for weights, one for rows. Weights flow through a ring of stages in shared
+// memory; a stage is one tile (16 weight rows) by one chunk of the inner dimension, copied by the bulk
+// copy engine. The weight warp runs ahead over the border between the two phases, since weights depend
+// on nothing: while the grid meets, the ring fills with `down`. Where the next layer is known before it
+// is asked for (the resident kernel, dense layers), the ring fills with its first stages.
+//
+//   phase 1  a block owns a range of (gate row, up row) pairs over all chosen parts; a tile is 8 gate
+//            rows above their 8 up rows, so that one lane holds both sums of a pair
+//   phase 2  a block owns a range of output columns; the inner dimension runs over all chosen parts in
+//            ascending order, the shared part last, so the sum over experts stays in the registers
+//
+// Products are of 16 x 8 x 16 on tensor cores for any number of rows. The order in which one row's
+// terms are added depends on the layer's shape and the grid, never on the other rows: a row gives the
+// same bits alone and among 15 others. Lanes read 16 contiguous bytes of a row as four K pairs of two
+// products; rows and weights use the same order of K, so it does not matter which.
+//
+// Nothing waits without a partner that is already running: the launch is cooperative. Needs sm_90.
+#include "ffn/cuda/tables.h"
+#include "ffn/cuda/ptx.cuh"
+#include "ffn/cuda/route.cuh"
+#include "ffn/cuda/decode_shape.h"
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// What a layer's execution needs, in shared memory; written by thread 0 between two block barriers.
+struct decode_call_t {
+    const ffn_cuda_layer_t *layer;
+    const ffn_cuda_part_t *parts;
+    const void *input;
+    void *output;
+    float *partial;
+    float *logits;
+    char *activations;
+    uint64_t pitch;
+    ffn_cuda_meeting_t *meeting;
+    uint64_t routed_target, acted_target;
+    uint64_t *answer, *answered;
+    uint64_t answer_value, sequence;
+    uint32_t rows;
+    uint32_t experts_chosen; // parts of `intermediate` width
+    uint32_t last_width;     // width of the dense or shared part; 0 = none
+    uint32_t leave;
+};
+
+struct decode_shared_t {
+    unsigned char ring[DECODE_STAGES][DECODE_TILE][DECODE_PITCH];
+    unsigned char rows[DECODE_ROW_SLOTS][FFN_CUDA_DECODE_ROWS][DECODE_PITCH];
+    float sums[DECODE_WARPS][8][32];
+    const char *row_at[DECODE_PANEL_TILES][DECODE_TILE];
+    uint64_t full[DECODE_STAGES], empty[DECODE_STAGES];
+    uint64_t rows_full[DECODE_ROW_SLOTS], rows_empty[DECODE_ROW_SLOTS];
+    uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];
+    float weight[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
+    uint16_t chosen[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
+    uint16_t part_of[FFN_CUDA_MAX_EXPERTS + 1], mask_of[FFN_CUDA_MAX_EXPERTS + 1];
+    ffn_cuda_signature_t signature;
+    decode_call_t call;
+    const ffn_cuda_layer_t *ahead; // the layer whose first stages are in the ring, or NULL
+    uint32_t ahead_stages;
+};
+static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");
+
+// A block's share of a phase.
+struct decode_phase_t {
+    uint32_t first, count;        // pairs of rows, or output columns
+    uint32_t tile_rows;           // of these in a tile: 8 pairs or 16 columns
+    uint32_t panels, panel_tiles; // tiles whose sums are held at once
+    uint32_t split;               // warps that share a tile, by chunks
+    uint32_t parts;               // sections of the inner dimension
+    uint32_t chunk;               // elements of a step
+};
+
+static __device__ __forceinline__ void consumers_meet()
+{
+    asm volatile("bar.sync 1, %0;" ::"n"(DECODE_WARPS * 32) : "memory");
+}
+
+static __device__ __forceinline__ uint32_t ceil_div(uint32_t a, uint32_t b)
+{
+    return (a + b - 1) / b;
+}
+
+static __device__ __forceinline__ void phase_share(decode_phase_t *p, uint32_t total)
+{
+    const uint32_t grid = gridDim.x, block = blockIdx.x;
+    p->first = (uint32_t)((uint64_t)total * block / grid);
+    p->count = (uint32_t)((uint64_t)total * (block + 1) / grid) - p->first;
+    const uint32_t tiles = ceil_div(p->count, p->tile_rows);
+    p->panels = ceil_div(tiles, DECODE_PANEL_TILES);
+    p->panel_tiles = p->panels ? ceil_div(tiles, p->panels) : 0;
+}
+
+static __device__ __forceinline__ uint32_t phase_most_tiles(const decode_phase_t &p, uint32_t total)
+{
+    return ceil_div(ceil_div(total, gridDim.x), p.tile_rows);
+}
+
+static __device__ __forceinline__ decode_phase_t phase_gate(const ffn_cuda_signature_t &s,
+                                                            uint32_t experts_chosen,
+                                                            uint32_t last_width)
+{
+    const uint32_t total = experts_chosen * s.intermediate + last_width;
+    decode_phase_t p;
+    p.tile_rows = DECODE_TILE / 2;
+    phase_share(&p, total);
+    p.parts = 1;
+    p.chunk = DECODE_CHUNK;
+    // The split must not depend on what was chosen: the order of a row's sum would.
+    p.split = s.experts ? 1 : DECODE_WARPS / max(1u, phase_most_tiles(p, total));
+    p.split = max(1u, min(p.split, ceil_div(s.hidden, p.chunk)));
+    return p;
+}
+
+static __device__ __forceinline__ decode_phase_t phase_down(const ffn_cuda_signature_t &s,
+                                                            uint32_t experts_chosen,
+                                                            uint32_t last_width)
+{
+    decode_phase_t p;
+    p.tile_rows = DECODE_TILE;
+    phase_share(&p, s.hidden);
+    p.parts = experts_chosen + (last_width != 0);
+    p.split = max(1u, DECODE_WARPS / max(1u, phase_most_tiles(p, s.hidden)));
+    // Small parts are cut so that several warps share them, but not below what a copy is worth.
+    p.chunk = DECODE_CHUNK;
+    if (s.experts) {
+        const uint32_t pieces = ceil_div(s.intermediate, DECODE_CHUNK_LEAST);
+        p.chunk = ceil_div(s.intermediate, min(pieces, p.split));
+        p.chunk = min(DECODE_CHUNK, (p.chunk + 31) / 32 * 32);
+    }
+    p.split = min(p.split, ceil_div(s.experts ? s.intermediate : last_width, p.chunk));
+    return p;
+}
+
+static __device__ __forceinline__ uint32_t phase_part_width(const ffn_cuda_signature_t &s,
+                                                            const decode_call_t &call, bool down,
+                                                            uint32_t part)
+{
+    if (!down)
+        return s.hidden;
+    return part < call.experts_chosen ? s.intermediate : call.last_width;
+}
+
+static __device__ __forceinline__ uint32_t panel_tiles(const decode_phase_t &p, uint32_t panel)
+{
+    const uint32_t tiles = ceil_div(p.count, p.tile_rows), before = panel * p.panel_tiles;
+    return before >= tiles ? 0 : min(p.panel_tiles, tiles - before);
+}
+
+// ---- the weight warp -----------------------------------------------------------------------------
+struct decode_ring_t {
+    uint32_t stage, parity;
+};
+
+static __device__ __forceinline__ void ring_next(decode_ring_t *ring)
+{
+    if (++ring->stage == DECODE_STAGES) {
+        ring->stage = 0;
+        ring->parity ^= 1;
+    }
+}
+
+// One stage: lanes 0..15 copy a row each. from: this lane's row at the chunk, NULL = no row.
+static __device__ __forceinline__ void stage_fill(decode_shared_t &sh, decode_ring_t *ring,
+                                                  const char *from, uint32_t bytes,
+                                                  uint64_t policy)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t full = ptx_shared(&sh.full[ring->stage]);
+    const uint32_t live = __popc(__ballot_sync(ROUTE_ALL, from != NULL));
+    ptx_barrier_wait(ptx_shared(&sh.empty[ring->stage]), ring->parity ^ 1);
+    if (lane == 0)
+        ptx_barrier_expect(full, live * bytes);
+    __syncwarp();
+    if (from)
+        ptx_bulk_load_stream(ptx_shared(sh.ring[ring->stage][lane]), from, bytes, full, policy);
+    ring_next(ring);
+}
+
+// Addresses of the gate and up rows of a panel: entries [tile][0..7] gate, [8..15] up.
+static __device__ __forceinline__ void rows_locate(decode_shared_t &sh, const decode_phase_t &p,
+                                                   const ffn_cuda_signature_t &s,
+                                                   const ffn_cuda_part_t *parts,
+                                                   uint32_t experts_chosen, uint32_t panel,
+                                                   uint32_t thread, uint32_t threads)
+{
+    const uint32_t tiles = panel_tiles(p, panel);
+    for (uint32_t i = thread; i < tiles * DECODE_TILE; i += threads) {
+        const uint32_t tile = i / DECODE_TILE, row = i % DECODE_TILE;
+        const uint32_t pair = (panel * p.panel_tiles + tile) * p.tile_rows + row % p.tile_rows;
+        const char *at = NULL;
+        if (pair < p.count) {
+            const uint32_t v = p.first + pair;
+            const uint32_t index = min(v / s.intermediate, experts_chosen);
+            const ffn_cuda_part_t *part = &parts[sh.part_of[index]];
+            at = (const char *)(row < p.tile_rows ? part->gate : part->up) +
+                 (uint64_t)(v - index * s.intermediate) * s.hidden * 2;
+        }
+        sh.row_at[tile][row] = at;
+    }
+}
+
+static __device__ __forceinline__ const char *lane_row(const decode_shared_t &sh, uint32_t tile)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    return lane < DECODE_TILE ? sh.row_at[tile][lane] : NULL;
+}
+
+static __device__ void weights_gate(decode_shared_t &sh, decode_ring_t *ring,
+                                    const decode_phase_t &p, const ffn_cuda_signature_t &s,
+                                    const ffn_cuda_part_t *parts, uint32_t experts_chosen,
+                                    uint32_t begin, uint32_t end, uint64_t policy)
+{
+    // Stages [begin, end) of the phase; rows of panel 0 are located before the call.
+    uint32_t number = 0;
+    for (uint32_t panel = 0; panel < p.panels && number < end; panel++) {
+        const uint32_t tiles = panel_tiles(p, panel);
+        if (panel) {
+            __syncwarp();
+            rows_locate(sh, p, s, parts, experts_chosen, panel, threadIdx.x % 32, 32);
+            __syncwarp();
+        }
+        for (uint32_t k = 0; k < s.hidden; k += p.chunk) {
+            const uint32_t bytes = min(p.chunk, s.hidden - k) * 2;
+            for (uint32_t tile = 0; tile < tiles; tile++, number++) {
+                if (number < begin || number >= end)
+                    continue;
+                const char *row = lane_row(sh, tile);
+                stage_fill(sh, ring, row ? row + (uint64_t)k * 2 : NULL, bytes, policy);
+            }
+        }
+    }
+}
+
+static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
+                                    const decode_phase_t &p, uint64_t policy)
+{
+    const decode_call_t &call = sh.call;
+    const uint32_t lane = threadIdx.x % 32;
+    for (uint32_t panel = 0; panel < p.panels; panel++) {
+        const uint32_t tiles = panel_tiles(p, panel);
+        const void *held = NULL; // `down` of 32 parts, one a lane
+        for (uint32_t part = 0; part < p.parts; part++) {
+            if (part % 32 == 0)
+                held = part + lane < p.parts ? call.parts[sh.part_of[part + lane]].down : NULL;
+            const char *down =
+                (const char *)__shfl_sync(ROUTE_ALL, (unsigned long long)held, part % 32);
+            const uint32_t width = phase_part_width(sh.signature, call, true, part);
+            for (uint32_t k = 0; k < width; k += p.chunk) {
+                const uint32_t bytes = min(p.chunk, width - k) * 2;
+                for (uint32_t tile = 0; tile < tiles; tile++) {
+                    const uint32_t column = (panel * p.panel_tiles + tile) * p.tile_rows + lane;
+                    const bool live = lane < DECODE_TILE && column < p.count;
+                    stage_fill(sh, ring,
+                               live ? down + ((uint64_t)(p.first + column) * width + k) * 2 : NULL,
+                               bytes, policy);
+                }
+            }
+        }
+    }
+}
+
+// ---- the row warp --------------------------------------------------------------------------------
+static __device__ void rows_send(decode_shared_t &sh, decode_ring_t *slots, const decode_phase_t &p,
+                                 bool down)
+{
+    const decode_call_t &call = sh.call;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t live_rows = (1u << call.rows) - 1;
+    for (uint32_t panel = 0; panel < p.panels; panel++) {
+        for (uint32_t part = 0; part < p.parts; part++) {
+            const uint32_t width = phase_part_width(sh.signature, call, down, part);
+            const uint32_t mask = down ? sh.mask_of[part] & live_rows : live_rows;
+            const char *from =
+                down ? call.activations +
+                           (lane * call.pitch + (uint64_t)part * sh.signature.intermediate) * 2
+                     : (const char *)call.input + (uint64_t)lane * width * 2;
+            for (uint32_t k = 0; k < width; k += p.chunk) {
+                const uint32_t bytes = min(p.chunk, width - k) * 2;
+                const uint32_t full = ptx_shared(&sh.rows_full[slots->stage]);
+                ptx_barrier_wait(ptx_shared(&sh.rows_empty[slots->stage]), slots->parity ^ 1);
+                if (lane == 0)
+                    ptx_barrier_expect(full, __popc(mask) * bytes);
+                __syncwarp();
+                if (mask >> lane & 1)
+                    ptx_bulk_load(ptx_shared(sh.rows[slots->stage][lane]), from + (uint64_t)k * 2,
+                                  bytes, full);
+                if (++slots->stage == DECODE_ROW_SLOTS) {
+                    slots->stage = 0;
+                    slots->parity ^= 1;
+                }
+            }
+        }
+    }
+}
+
+// ---- computing warps -----------------------------------------------------------------------------
+template <typename T, int NB>
+static __device__ __forceinline__ void tile_multiply(const unsigned char *a, const unsigned char *b,
+                                                     uint32_t length, const uint32_t (&keep)[NB],
+                                                     float (&sum)[NB][4])
+{
+    const uint32_t lane = threadIdx.x % 32, at = lane / 4 * DECODE_PITCH + lane % 4 * 16;
+    a += at;
+    b += at;
+    const uint32_t steps = (length + 31) / 32;
+#pragma unroll 4
+    for (uint32_t i = 0; i < steps; i++) {
+        uint4 low = *(const uint4 *)(a + i * 64);
+        uint4 high = *(const uint4 *)(a + 8 * DECODE_PITCH + i * 64);
+        // Past the end of the chunk lies what was there before.
+        const uint32_t inside = i * 32 + lane % 4 * 8 < length ? 0xffffffffu : 0u;
+        low.x &= inside, low.y &= inside, low.z &= inside, low.w &= inside;
+        high.x &= inside, high.y &= inside, high.z &= inside, high.w &= inside;
+#pragma unroll
+        for (int n = 0; n < NB; n++) {
+            uint4 x = *(const uint4 *)(b + n * 8 * DECODE_PITCH + i * 64);
+            const uint32_t mask = keep[n] & inside;
+            x.x &= mask, x.y &= mask, x.z &= mask, x.w &= mask;
+            ptx_mma<T>(sum[n], low.x, high.x, low.y, high.y, x.x, x.y);
+            ptx_mma<T>(sum[n], low.z, high.z, low.w, high.w, x.z, x.w);
+        }
+    }
+}
+
+static __device__ __forceinline__ float route_weight(const decode_shared_t &sh, uint32_t row,
+                                                     uint32_t part)
+{
+    for (uint32_t i = 0; i < sh.signature.top_k; i++)
+        if (sh.chosen[row][i] == part)
+            return sh.weight[row][i];
+    return 0.0f;
+}
+
+template <typename T, int NB>
+static __device__ __forceinline__ void tile_activate(decode_shared_t &sh, const decode_phase_t &p,
+                                                     uint32_t tile, const float (&sum)[NB][4])
+{
+    const decode_call_t &call = sh.call;
+    const uint32_t lane = threadIdx.x % 32, pair = tile * p.tile_rows + lane / 4;
+    if (pair >= p.count)
+        return;
+    const uint32_t v = p.first + pair;
+    const uint32_t index = min(v / sh.signature.intermediate, call.experts_chosen);
+    const bool routed = index < call.experts_chosen;
+#pragma unroll
+    for (int n = 0; n < NB; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const uint32_t row = n * 8 + lane % 4 * 2 + c;
+            if (row >= call.rows || !(sh.mask_of[index] >> row & 1))
+                continue;
+            float value = ptx_activate(sh.signature.activation, sum[n][c], sum[n][2 + c]);
+            if (routed)
+                value *= route_weight(sh, row, sh.part_of[index]);
+            ((T *)call.activations)[row * call.pitch + v] = ptx_from_float<T>(value);
+        }
+}
+
+template <typename T, int NB>
+static __device__ __forceinline__ void tile_output(decode_shared_t &sh, const decode_phase_t &p,
+                                                   uint32_t tile, const float (&sum)[NB][4])
+{
+    const decode_call_t &call = sh.call;
+    const uint32_t lane = threadIdx.x % 32, hidden = sh.signature.hidden;
+#pragma unroll
+    for (int n = 0; n < NB; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t column = tile * p.tile_rows + lane / 4 + i / 2 * 8;
+            const uint32_t row = n * 8 + lane % 4 * 2 + i % 2;
+            if (column >= p.count || row >= call.rows)
+                continue;
+            const uint64_t at = (uint64_t)row * hidden + p.first + column;
+            if (call.output)
+                ((T *)call.output)[at] = ptx_from_float<T>(sum[n][i]);
+            else
+                call.partial[at] = sum[n][i];
+        }
+}
+
+// Where the computing warps are in the ring: the next stage's number modulo two rounds (whose second
+// round has parity 1), and the row slots.
+struct decode_place_t {
+    uint32_t number;
+    decode_ring_t slots;
+};
+
+template <typename T, int NB>
+static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &p, bool down,
+                                     decode_place_t *place)
+{
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (uint32_t panel = 0; panel < p.panels; panel++) {
+        const uint32_t tiles = panel_tiles(p, panel);
+        float sum[DECODE_SLOTS][NB][4];
+#pragma unroll
+        for (int slot = 0; slot < DECODE_SLOTS; slot++)
+#pragma unroll
+            for (int n = 0; n < NB; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    sum[slot][n][i] = 0.0f;
+        for (uint32_t part = 0; part < p.parts; part++) {
+            const uint32_t width = phase_part_width(sh.signature, sh.call, down, part);
+            uint32_t keep[NB];
+#pragma unroll
+            for (int n = 0; n < NB; n++)
+                keep[n] = !down || sh.mask_of[part] >> (n * 8 + lane / 4) & 1 ? 0xffffffffu : 0u;
+            uint32_t turn = 0; // which of the warps that share a tile has this chunk
+            for (uint32_t k = 0; k < width; k += p.chunk) {
+                const uint32_t length = min(p.chunk, width - k);
+                ptx_barrier_wait(ptx_shared(&sh.rows_full[place->slots.stage]),
+                                 place->slots.parity);
+#pragma unroll
+                for (int slot = 0; slot < DECODE_SLOTS; slot++) {
+                    uint32_t tile = slot * DECODE_WARPS + warp;
+                    if (p.split > 1)
+                        tile = slot ? tiles : warp - turn * tiles;
+                    if (tile < tiles) {
+                        const uint32_t number = (place->number + tile) % (2 * DECODE_STAGES);
+                        const uint32_t round = number >= DECODE_STAGES;
+                        const uint32_t stage = number - round * DECODE_STAGES;
+                        ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
+                        tile_multiply<T, NB>(sh.ring[stage][0], sh.rows[place->slots.stage][0],
+                                             length, keep, sum[slot]);
+                        __syncwarp();
+                        if (lane == 0)
+                            ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
+                    }
+                }
+                __syncwarp();
+                if (lane == 0)
+                    ptx_barrier_arrive(ptx_shared(&sh.rows_empty[place->slots.stage]));
+                if (++place->slots.stage == DECODE_ROW_SLOTS) {
+                    place->slots.stage = 0;
+                    place->slots.parity ^= 1;
+                }
+                place->number = (place->number + tiles) % (2 * DECODE_STAGES);
+                turn = turn + 1 == p.split ? 0 : turn + 1;
+            }
+        }
+        if (p.split > 1) {
+            // Shares of a tile are added in the order of the warps.
+            if (warp >= tiles && warp < tiles * p.split)
+#pragma unroll
+                for (int n = 0; n < NB; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        sh.sums[warp][n * 4 + i][lane] = sum[0][n][i];
+            consumers_meet();
+            if (warp < tiles)
+                for (uint32_t other = warp + tiles; other < tiles * p.split; other += tiles)
+#pragma unroll
+                    for (int n = 0; n < NB; n++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            sum[0][n][i] += sh.sums[other][n * 4 + i][lane];
+            consumers_meet();
+        }
+#pragma unroll
+        for (int slot = 0; slot < DECODE_SLOTS; slot++) {
+            const uint32_t tile = slot * DECODE_WARPS + warp;
+            if (tile >= tiles)
+                continue;
+            if (down)
+                tile_output<T, NB>(sh, p, panel * p.panel_tiles + tile, sum[slot]);
+            else
+                tile_activate<T, NB>(sh, p, panel * p.panel_tiles + tile, sum[slot]);
+        }
+    }
+}
+
+static __device__ __forceinline__ void compute_dispatch(decode_shared_t &sh,
+                                                        const decode_phase_t &p, bool down,
+                                                        decode_place_t *place)
+{
+    const bool wide = sh.call.rows > 8;
+    if (sh.signature.dtype == FFN_CUDA_BF16) {
+        if (wide)
+            compute_phase<__nv_bfloat16, 2>(sh, p, down, place);
+        else
+            compute_phase<__nv_bfloat16, 1>(sh, p, down, place);
+    } else {
+        if (wide)
+            compute_phase<__half, 2>(sh, p, down, place);
+        else
+            compute_phase<__half, 1>(sh, p, down, place);
+    }
+}
+
+// ---- router: computing warps ---------------------------------------------------------------------
+template <typename T>
+static __device__ __forceinline__ float router_dot(const char *row, const char *weights,
+                                                   uint32_t hidden, bool wide)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (uint32_t k = lane * 8; k < hidden; k += 256) {
+        const uint4 x = ptx_load_l2(row + (uint64_t)k * 2);
+        const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+        float w[8];
+        if (wide) {
+            *(float4 *)&w[0] = __ldg((const float4 *)(weights + (uint64_t)k * 4));
+            *(float4 *)&w[4] = __ldg((const float4 *)(weights + (uint64_t)k * 4 + 16));
+        } else {
+            const uint4 packed = __ldg((const uint4 *)(weights + (uint64_t)k * 2));
+            const uint32_t ws[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                *(float2 *)&w[i * 2] = ptx_unpack<T>(ws[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 pair = ptx_unpack<T>(xs[i]);
+            sum = fmaf(pair.x, w[i * 2], sum);
+            sum = fmaf(pair.y, w[i * 2 + 1], sum);
+        }
+    }
+    for (uint32_t d = 16; d; d /= 2)
+        sum += __shfl_xor_sync(ROUTE_ALL, sum, d);
+    return sum;
+}
+
+static __device__ void route_all(decode_shared_t &sh)
+{
+    decode_call_t &call = sh.call;
+    const ffn_cuda_signature_t &s = sh.signature;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool wide = s.router_dtype == FFN_CUDA_F32;
+    for (uint32_t e = blockIdx.x; e < s.experts; e += gridDim.x)
+        for (uint32_t row = warp; row < call.rows; row += DECODE_WARPS) {
+            const char *x = (const char *)call.input + (uint64_t)row * s.hidden * 2;
+            const char *w = (const char *)call.layer->router + (uint64_t)e * s.hidden * (wide ? 4 : 2);
+            const float logit = s.dtype == FFN_CUDA_BF16
+                                    ? router_dot<__nv_bfloat16>(x, w, s.hidden, wide)
+                                    : router_dot<__half>(x, w, s.hidden, wide);
+            if (lane == 0)
+                call.logits[row * s.experts + e] = logit;
+        }
+    for (uint32_t e = threadIdx.x; e < s.experts; e += DECODE_WARPS * 32)
+        sh.expert_mask[e] = 0;
+    consumers_meet();
+    if (threadIdx.x == 0) {
+        ptx_add_acq_rel(&call.meeting->routed, 1);
+        while (ptx_load_acquire(&call.meeting->routed) < call.routed_target)
+            ;
+    }
+    consumers_meet();
+    // The row slots are idle between layers; a warp's scores take a part of them.
+    float *scores = (float *)sh.rows + warp * FFN_CUDA_MAX_EXPERTS;
+    for (uint32_t row = warp; row < call.rows; row += DECODE_WARPS) {
+        for (uint32_t e = lane; e < s.experts; e += 32)
+            scores[e] = __ldcg(&call.logits[row * s.experts + e]);
+        __syncwarp();
+        uint32_t expert;
+        float weight;
+        route_row(s, scores, call.layer->bias, &expert, &weight);
+        if (lane < s.top_k) {
+            sh.chosen[row][lane] = (uint16_t)expert;
+            sh.weight[row][lane] = weight;
+            atomicOr(&sh.expert_mask[expert], 1u << row);
+        }
+        __syncwarp();
+    }
+    ptx_fence_proxy_shared();
+    consumers_meet();
+    if (warp == 0) {
+        uint32_t count = 0;
+        for (uint32_t first = 0; first < s.experts; first += 32) {
+            const uint32_t e = first + lane, mask = e < s.experts ? sh.expert_mask[e] : 0;
+            const uint32_t chosen = __ballot_sync(ROUTE_ALL, mask != 0);
+            if (mask) {
+                const uint32_t at = count + __popc(chosen & ((1u << lane) - 1));
+                sh.part_of[at] = (uint16_t)e;
+                sh.mask_of[at] = (uint16_t)mask;
+            }
+            count += __popc(chosen);
+        }
+        if (lane == 0) {
+            call.experts_chosen = count;
+            call.last_width = s.shared_intermediate;
+            sh.part_of[count] = (uint16_t)s.experts;
+            sh.mask_of[count] = 0xffff;
+        }
+    }
+}
+
+// ---- one layer -----------------------------------------------------------------------------------
+// What a role keeps between layers.
+struct decode_role_t {
+    decode_ring_t ring;   // weight warp
+    decode_ring_t slots;  // row warp
+    decode_place_t place; // computing warps
+};
+
+static __device__ __forceinline__ void call_read(decode_shared_t &sh, const ffn_cuda_lane_t *lane)
+{
+    // By warp 0. The Lane's words change while the resident kernel runs: past L1.
+    decode_call_t &call = sh.call;
+    const uint32_t thread = threadIdx.x;
+    const ffn_cuda_layer_t *layer = lane->layers + __ldcg(&lane->layer);
+    const ffn_cuda_signature_t *signature = layer->signature;
+    if (thread < sizeof(ffn_cuda_signature_t) / 4)
+        ((uint32_t *)&sh.signature)[thread] = ((const uint32_t *)signature)[thread];
+    if (thread == 0) {
+        const ffn_cuda_workspace_t &w = lane->workspace;
+        call.layer = layer;
+        call.parts = layer->parts;
+        call.rows = __ldcg(&lane->rows);
+        call.input = (const void *)__ldcg((const unsigned long long *)&lane->input);
+        call.output = (void *)__ldcg((const unsigned long long *)&lane->output);
+        call.partial = (float *)__ldcg((const unsigned long long *)&lane->partial);
+        call.logits = w.logits;
+        call.activations = (char *)w.decode_activations;
+        call.pitch = w.decode_pitch;
+        call.meeting = w.meeting;
+        // Of this Invocation, fewer than all blocks have arrived, since this one has not: the
+        // rest of the division is theirs.
+        const uint64_t grid = gridDim.x;
+        call.routed_target = (ptx_load_acquire(&w.meeting->routed) / grid + 1) * grid;
+        call.acted_target = (ptx_load_acquire(&w.meeting->acted) / grid + 1) * grid;
+        call.experts_chosen = 0;
+        call.last_width = signature->intermediate;
+        sh.part_of[0] = 0;
+        sh.mask_of[0] = 0xffff;
+        if (call.rows > FFN_CUDA_DECODE_ROWS)
+            __trap();
+    }
+}
+
+// The ring's stages of a layer that was expected but not asked for are given back unread.
+static __device__ __forceinline__ void ahead_drop(decode_shared_t &sh, decode_role_t *role)
+{
+    const uint32_t stages = sh.ahead_stages;
+    if (threadIdx.x == 0)
+        for (uint32_t i = 0; i < stages; i++) {
+            const uint32_t number = (role->place.number + i) % (2 * DECODE_STAGES);
+            const uint32_t round = number >= DECODE_STAGES;
+            ptx_barrier_wait(ptx_shared(&sh.full[number - round * DECODE_STAGES]), round);
+            ptx_barrier_arrive(ptx_shared(&sh.empty[number - round * DECODE_STAGES]));
+        }
+    role->place.number = (role->place.number + stages) % (2 * DECODE_STAGES);
+}
+
+// By the weight warp, at the end of a layer: starts on the layer that should come next.
+static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
+                                  const ffn_cuda_lane_t *lane, uint64_t policy)
+{
+    const uint32_t next = sh.call.layer->next;
+    uint32_t stages = 0;
+    const ffn_cuda_layer_t *layer = NULL;
+    if (next != FFN_CUDA_NO_LAYER) {
+        layer = lane->layers + next;
+        const ffn_cuda_signature_t s = *layer->signature;
+        if (s.experts == 0) {
+            const decode_phase_t p = phase_gate(s, 0, s.intermediate);
+            stages = min(panel_tiles(p, 0) * ceil_div(s.hidden, p.chunk), DECODE_STAGES);
+            __syncwarp();
+            // part_of[0] is 0 once this layer's own use is over; the dense part is part 0.
+            const uint32_t tiles = panel_tiles(p, 0);
+            for (uint32_t i = threadIdx.x % 32; i < tiles * DECODE_TILE; i += 32) {
+                const uint32_t pair = i / DECODE_TILE * p.tile_rows + i % p.tile_rows;
+                const char *base = (const char *)(i % DECODE_TILE < p.tile_rows
+                                                      ? layer->parts->gate
+                                                      : layer->parts->up);
+                sh.row_at[i / DECODE_TILE][i % DECODE_TILE] =
+                    pair < p.count ? base + (uint64_t)(p.first + pair) * s.hidden * 2 : NULL;
+            }
+            __syncwarp();
+            weights_gate(sh, &role->ring, p, s, layer->parts, 0, 0, stages, policy);
+        }
+    }
+    if (threadIdx.x % 32 == 0) {
+        sh.ahead = stages ? layer : NULL;
+        sh.ahead_stages = stages;
+    }
+}
+
+// All threads; sh.call is filled. Answers with all of this block's outputs written.
+static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint64_t policy)
+{
+    const uint32_t warp = threadIdx.x / 32;
+    decode_call_t &call = sh.call;
+    const bool hit = sh.ahead_stages && sh.ahead == call.layer;
+    const uint32_t begin = hit ? sh.ahead_stages : 0;
+    if (!hit && warp < DECODE_WARPS)
+        ahead_drop(sh, role);
+    if (sh.signature.experts) {
+        if (warp < DECODE_WARPS)
+            route_all(sh);
+        __syncthreads();
+    }
+    const decode_phase_t gate = phase_gate(sh.signature, call.experts_chosen, call.last_width);
+    const decode_phase_t down = phase_down(sh.signature, call.experts_chosen, call.last_width);
+    if (!hit)
+        rows_locate(sh, gate, sh.signature, call.parts, call.experts_chosen, 0, threadIdx.x,
+                    DECODE_THREADS);
+    // Also for a hit: from here on the weight warp may write `ahead` for the next layer.
+    __syncthreads();
+    if (warp < DECODE_WARPS) {
+        compute_dispatch(sh, gate, false, &role->place);
+        __threadfence();
+        ptx_fence_proxy();
+        consumers_meet();
+        if (threadIdx.x == 0)
+            ptx_add_acq_rel(&call.meeting->acted, 1);
+        compute_dispatch(sh, down, true, &role->place);
+        __threadfence_system();
+    } else if (warp == DECODE_WARPS) {
+        weights_gate(sh, &role->ring, gate, sh.signature, call.parts, call.experts_chosen, begin,
+                     0xffffffffu, policy);
+        weights_down(sh, &role->ring, down, policy);
+    } else {
+        ptx_fence_proxy();
+        rows_send(sh, &role->slots, gate, false);
+        while (ptx_load_acquire(&call.meeting->acted) < call.acted_target)
+            ;
+        ptx_fence_proxy();
+        rows_send(sh, &role->slots, down, true);
+    }
+}
+
+static __device__ __forceinline__ void decode_begin(decode_shared_t &sh, decode_role_t *role)
+{
+    role->ring = {0, 0};
+    role->slots = {0, 0};
+    role->place = {0, {0, 0}};
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < DECODE_STAGES; i++) {
+            ptx_barrier_init(ptx_shared(&sh.full[i]), 1);
+            ptx_barrier_init(ptx_shared(&sh.empty[i]), 1);
+        }
+        for (uint32_t i = 0; i < DECODE_ROW_SLOTS; i++) {
+            ptx_barrier_init(ptx_shared(&sh.rows_full[i]), 1);
+            ptx_barrier_init(ptx_shared(&sh.rows_empty[i]), DECODE_WARPS);
+        }
+        ptx_barrier_init_fence();
+        sh.ahead = NULL;
+        sh.ahead_stages = 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1)
+    ffn_decode(const ffn_cuda_lane_t *lane)
+{
+    extern __shared__ __align__(128) unsigned char memory[];
+    decode_shared_t &sh = *(decode_shared_t *)memory;
+    decode_role_t role;
+    decode_begin(sh, &role);
+    if (threadIdx.x < 32)
+        call_read(sh, lane);
+    __syncthreads();
+    if (sh.call.rows)
+        layer_run(sh, &role, ptx_policy_stream());
+}
+
+// Waits for the command `sequence`; thread 0. False: leave.
+static __device__ bool command_wait(decode_shared_t &sh, ffn_cuda_queue_t *queue, uint64_t sequence,
+                                    const ffn_cuda_lane_t **lane_out)
+{
+    ffn_cuda_command_t *entry = &queue->entries[(sequence - 1) % FFN_CUDA_QUEUE_ENTRIES];
+    uint64_t seen;
+    for (uint32_t looks = 1;; looks++) {
+        seen = ptx_load_acquire_system(&entry->sequence);
+        if (seen == sequence || seen == FFN_CUDA_QUEUE_LEFT)
+            break;
+        if (looks % DECODE_LOOKS == 0 && ptx_load_relaxed_system(&queue->stop))
+            ptx_swap_if_system(&entry->sequence, seen, FFN_CUDA_QUEUE_LEFT);
+    }
+    *lane_out = NULL;
+    if (seen == FFN_CUDA_QUEUE_LEFT)
+        return false;
+    *lane_out = (const ffn_cuda_lane_t *)__ldcg((const unsigned long long *)&entry->lane);
+    sh.call.answer = (uint64_t *)__ldcg((const unsigned long long *)&entry->answer);
+    sh.call.answer_value = __ldcg((const unsigned long long *)&entry->answer_value);
+    return *lane_out != NULL;
+}
+
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1)
+    ffn_decode_resident(ffn_cuda_queue_t *queue, uint32_t look_ahead)
+{
+    extern __shared__ __align__(128) unsigned char memory[];
+    decode_shared_t &sh = *(decode_shared_t *)memory;
+    __shared__ const ffn_cuda_lane_t *lane_shared;
+    const uint32_t warp = threadIdx.x / 32;
+    const uint64_t policy = ptx_policy_stream();
+    decode_role_t role;
+    decode_begin(sh, &role);
+    for (uint64_t sequence = 1;; sequence++) {
+        if (threadIdx.x < 32) {
+            const ffn_cuda_lane_t *lane = NULL;
+            if (threadIdx.x == 0)
+                sh.call.leave = !command_wait(sh, queue, sequence, &lane);
+            lane = (const ffn_cuda_lane_t *)__shfl_sync(ROUTE_ALL, (unsigned long long)lane, 0);
+            if (lane)
+                call_read(sh, lane);
+            if (threadIdx.x == 0)
+                lane_shared = lane;
+        }
+        __syncthreads();
+        if (sh.call.leave)
+            break;
+        const uint32_t rows = sh.call.rows;
+        if (rows)
+            layer_run(sh, &role, policy);
+        if (warp < DECODE_WARPS) {
+            consumers_meet();
+            if (threadIdx.x == 0) {
+                const uint64_t grid = gridDim.x;
+                const uint64_t ended = ptx_add_acq_rel(&sh.call.meeting->ended, 1) + 1;
+                if (ended % grid == 0) {
+                    // The queue's word first: who sees the answer may fill that entry again.
+                    ptx_store_release_system(&queue->answered, sequence);
+                    if (sh.call.answer)
+                        ptx_store_release_system(sh.call.answer, sh.call.answer_value);
+                }
+            }
+        } else if (warp == DECODE_WARPS && rows) {
+            if (look_ahead)
+                ahead_load(sh, &role, lane_shared, policy);
+            else if (threadIdx.x % 32 == 0)
+                sh.ahead_stages = 0;
+        }
+        __syncthreads();
+    }
+    if (warp < DECODE_WARPS)
+        ahead_drop(sh, &role);
+}
+
+#else
+extern "C" __global__ void ffn_decode(const ffn_cuda_lane_t *lane)
+{
+    __trap();
+}
+extern "C" __global__ void ffn_decode_resident(ffn_cuda_queue_t *queue, uint32_t look_ahead)
+{
+    __trap();
+}
+#endif

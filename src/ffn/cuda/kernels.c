@@ -1,0 +1,290 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Loads and launches the FFN kernels. Constant after loading; launches allocate nothing and wait
+ * for nothing.
+ */
+#include "ffn/cuda/kernels.h"
+
+#include "ffn/cuda/bulk_shape.h"
+#include "ffn/cuda/decode_shape.h"
+
+CUDA_IMAGE_DECLARE(ffn_decode);
+CUDA_IMAGE_DECLARE(ffn_bulk);
+CUDA_IMAGE_DECLARE(ffn_grouped);
+
+#define KERNELS_CAPABILITY 90
+#define KERNELS_ALIGNMENT  256u
+
+static const char *const kernels_names[FFN_KERNEL_COUNT] = {
+    [FFN_KERNEL_DECODE] = "ffn_decode",
+    [FFN_KERNEL_RESIDENT] = "ffn_decode_resident",
+    [FFN_KERNEL_BULK_BEGIN] = "ffn_bulk_begin",
+    [FFN_KERNEL_BULK_ROUTE] = "ffn_bulk_route",
+    [FFN_KERNEL_BULK_PLAN] = "ffn_bulk_plan",
+    [FFN_KERNEL_BULK_PLACE] = "ffn_bulk_place",
+    [FFN_KERNEL_BULK_REDUCE] = "ffn_bulk_reduce",
+    [FFN_KERNEL_REDUCE] = "ffn_reduce",
+    [FFN_KERNEL_ACTIVATE] = "ffn_activate",
+    [FFN_KERNEL_GATE_BF16] = "ffn_grouped_gate_bf16",
+    [FFN_KERNEL_DOWN_BF16] = "ffn_grouped_down_bf16",
+    [FFN_KERNEL_GATE_F16] = "ffn_grouped_gate_f16",
+    [FFN_KERNEL_DOWN_F16] = "ffn_grouped_down_f16",
+};
+
+static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
+{
+    return CUDA_CALL(kernels->device->driver, cuFuncSetAttribute, kernels->function[which],
+                     CUDA_FUNCTION_MAX_DYNAMIC_SHARED_BYTES, (int)bytes);
+}
+
+static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
+{
+    static const uint32_t cooperative[] = {FFN_KERNEL_DECODE, FFN_KERNEL_RESIDENT};
+    const cuda_device_t *device = kernels->device;
+    for (uint32_t i = 0; i < 2; i++) {
+        int fit;
+        XP_TRY(kernels_shared(kernels, cooperative[i], DECODE_SHARED_BYTES));
+        XP_TRY(CUDA_CALL(device->driver, cuOccupancyMaxActiveBlocksPerMultiprocessor, &fit,
+                         kernels->function[cooperative[i]], DECODE_THREADS, DECODE_SHARED_BYTES));
+        if (fit < 1)
+            return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) does not take a block of %s",
+                           device->ordinal, device->info.name, kernels_names[cooperative[i]]);
+    }
+    XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
+    for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
+        XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
+    return XP_OK;
+}
+
+xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
+                                  ffn_cuda_kernels_t *kernels_out)
+{
+    ffn_cuda_kernels_t loaded = {.device = device};
+    const uint32_t multiprocessors = (uint32_t)device->info.multiprocessors;
+    xp_status_t status;
+    if (device->info.capability != KERNELS_CAPABILITY)
+        return xp_fail(XP_UNSUPPORTED,
+                       "cuda:%d (%s) has compute capability %d.%d; the FFN kernels need 9.0",
+                       device->ordinal, device->info.name, device->info.capability / 10,
+                       device->info.capability % 10);
+    if (!device->info.cooperative)
+        return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) has no cooperative launches", device->ordinal,
+                       device->info.name);
+    if (blocks > multiprocessors)
+        return xp_fail(XP_INVALID, "%u blocks, but cuda:%d has %u multiprocessors", blocks,
+                       device->ordinal, multiprocessors);
+    loaded.blocks = blocks ? blocks : multiprocessors;
+    XP_TRY_GOTO(status, failed,
+                cuda_module_load(device, &cuda_image_ffn_decode, kernels_names,
+                                 FFN_KERNEL_BULK_BEGIN, &loaded.decode, loaded.function));
+    XP_TRY_GOTO(status, failed,
+                cuda_module_load(device, &cuda_image_ffn_bulk,
+                                 kernels_names + FFN_KERNEL_BULK_BEGIN,
+                                 FFN_KERNEL_GATE_BF16 - FFN_KERNEL_BULK_BEGIN, &loaded.bulk,
+                                 loaded.function + FFN_KERNEL_BULK_BEGIN));
+    XP_TRY_GOTO(status, failed,
+                cuda_module_load(device, &cuda_image_ffn_grouped,
+                                 kernels_names + FFN_KERNEL_GATE_BF16,
+                                 FFN_KERNEL_COUNT - FFN_KERNEL_GATE_BF16, &loaded.grouped,
+                                 loaded.function + FFN_KERNEL_GATE_BF16));
+    XP_TRY_GOTO(status, failed, kernels_prepare(&loaded));
+    *kernels_out = loaded;
+    return XP_OK;
+failed:
+    ffn_cuda_kernels_unload(&loaded);
+    return status;
+}
+
+void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels)
+{
+    cuda_module_unload(&kernels->grouped);
+    cuda_module_unload(&kernels->bulk);
+    cuda_module_unload(&kernels->decode);
+    *kernels = (ffn_cuda_kernels_t){0};
+}
+
+xp_status_t ffn_cuda_signature_check(const ffn_cuda_signature_t *s)
+{
+    const uint32_t last = s->experts ? s->shared_intermediate : s->intermediate;
+    if (s->hidden == 0 || s->intermediate == 0 || s->hidden % FFN_CUDA_WIDTH_MULTIPLE ||
+        s->intermediate % FFN_CUDA_WIDTH_MULTIPLE || last % FFN_CUDA_WIDTH_MULTIPLE)
+        return xp_fail(XP_INVALID, "FFN of %u to %u (shared %u): widths are multiples of %u",
+                       s->hidden, s->intermediate, s->shared_intermediate, FFN_CUDA_WIDTH_MULTIPLE);
+    if (s->dtype > FFN_CUDA_F16)
+        return xp_fail(XP_UNSUPPORTED, "FFN weights of type %u; the device kernels take BF16, FP16",
+                       s->dtype);
+    if (s->experts == 0)
+        return XP_OK;
+    if (s->experts > FFN_CUDA_MAX_EXPERTS || s->top_k == 0 || s->top_k > s->experts ||
+        s->top_k > FFN_CUDA_MAX_TOP_K)
+        return xp_fail(XP_UNSUPPORTED, "%u of %u experts; at most %u of %u are supported", s->top_k,
+                       s->experts, FFN_CUDA_MAX_TOP_K, FFN_CUDA_MAX_EXPERTS);
+    if (s->groups > FFN_CUDA_MAX_GROUPS || (s->groups > 1 && s->experts % s->groups) ||
+        (s->groups > 1 && s->experts / s->groups * s->top_groups < s->top_k))
+        return xp_fail(XP_UNSUPPORTED, "%u experts in %u groups, %u of them chosen (at most %u)",
+                       s->experts, s->groups, s->top_groups, FFN_CUDA_MAX_GROUPS);
+    if (s->router_dtype != FFN_CUDA_F32 && s->router_dtype != s->dtype)
+        return xp_fail(XP_UNSUPPORTED, "router of type %u with weights of type %u", s->router_dtype,
+                       s->dtype);
+    return XP_OK;
+}
+
+static void kernels_widen(uint32_t *field, uint32_t value)
+{
+    if (*field < value)
+        *field = value;
+}
+
+void ffn_cuda_limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *s)
+{
+    uint32_t chosen = FFN_CUDA_DECODE_ROWS * s->top_k;
+    if (chosen > s->experts)
+        chosen = s->experts;
+    if (s->experts == 0)
+        chosen = 1;
+    kernels_widen(&limits->hidden, s->hidden);
+    kernels_widen(&limits->experts, s->experts);
+    kernels_widen(&limits->top_k, s->experts ? s->top_k : 0);
+    kernels_widen(&limits->decode_elements,
+                  chosen * s->intermediate + (s->experts ? s->shared_intermediate : 0));
+    kernels_widen(&limits->row_elements, (s->experts ? s->top_k : 1) * s->intermediate +
+                                             (s->experts ? s->shared_intermediate : 0));
+}
+
+typedef struct kernels_carve {
+    cuda_address_t base;
+    uint64_t used;
+} kernels_carve_t;
+
+static void *kernels_take(kernels_carve_t *carve, uint64_t bytes)
+{
+    void *at = (void *)(uintptr_t)(carve->base + carve->used);
+    carve->used += (bytes + KERNELS_ALIGNMENT - 1) / KERNELS_ALIGNMENT * KERNELS_ALIGNMENT;
+    return at;
+}
+
+static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t base,
+                              ffn_cuda_workspace_t *w)
+{
+    kernels_carve_t carve = {.base = base};
+    const uint64_t decode = FFN_CUDA_DECODE_ROWS, rows = limits->bulk_rows;
+    const uint64_t pairs = rows * limits->top_k;
+    w->meeting = kernels_take(&carve, sizeof(ffn_cuda_meeting_t));
+    w->logits = kernels_take(&carve, decode * limits->experts * sizeof(float));
+    w->decode_pitch = limits->decode_elements;
+    w->decode_activations = kernels_take(&carve, decode * w->decode_pitch * 2);
+    w->bulk_rows = limits->bulk_rows;
+    w->max_tiles = 0;
+    if (rows == 0)
+        return carve.used;
+    w->max_tiles =
+        (uint32_t)(pairs / FFN_CUDA_TILE_ROWS + limits->experts + rows / FFN_CUDA_TILE_ROWS + 1);
+    w->counts = kernels_take(&carve, limits->experts * sizeof(uint32_t));
+    w->offsets = kernels_take(&carve, (limits->experts + 1) * sizeof(uint32_t));
+    w->filled = kernels_take(&carve, limits->experts * sizeof(uint32_t));
+    w->tile_count = kernels_take(&carve, 2 * sizeof(uint32_t));
+    w->chosen = kernels_take(&carve, pairs * sizeof(uint32_t));
+    w->weights = kernels_take(&carve, pairs * sizeof(float));
+    w->pair_at = kernels_take(&carve, pairs * sizeof(uint32_t));
+    w->row_ids = kernels_take(&carve, pairs * sizeof(uint32_t));
+    w->tiles = kernels_take(&carve, w->max_tiles * sizeof(ffn_cuda_tile_t));
+    w->activations = kernels_take(&carve, rows * limits->row_elements * 2);
+    w->products = kernels_take(&carve, (pairs + rows) * limits->hidden * sizeof(float));
+    return carve.used;
+}
+
+uint64_t ffn_cuda_workspace_bytes(const ffn_cuda_limits_t *limits)
+{
+    ffn_cuda_workspace_t unused = {0};
+    return kernels_carve(limits, 0, &unused);
+}
+
+void ffn_cuda_workspace_carve(const ffn_cuda_limits_t *limits, cuda_address_t base,
+                              ffn_cuda_workspace_t *workspace_out)
+{
+    *workspace_out = (ffn_cuda_workspace_t){0};
+    kernels_carve(limits, base, workspace_out);
+}
+
+static xp_status_t kernels_launch(const ffn_cuda_kernels_t *kernels, uint32_t which,
+                                  uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                                  cuda_stream_t stream, void **parameters)
+{
+    return CUDA_CALL(kernels->device->driver, cuLaunchKernel, kernels->function[which], blocks, 1,
+                     1, threads, 1, 1, shared_bytes, stream, parameters, NULL);
+}
+
+xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
+                            cuda_stream_t stream)
+{
+    void *parameters[] = {&lane};
+    return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
+                     kernels->function[FFN_KERNEL_DECODE], kernels->blocks, 1, 1, DECODE_THREADS, 1,
+                     1, DECODE_SHARED_BYTES, stream, parameters);
+}
+
+xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
+                              bool look_ahead, cuda_stream_t stream)
+{
+    uint32_t ahead = look_ahead;
+    void *parameters[] = {&queue, &ahead};
+    return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
+                     kernels->function[FFN_KERNEL_RESIDENT], kernels->blocks, 1, 1, DECODE_THREADS,
+                     1, 1, DECODE_SHARED_BYTES, stream, parameters);
+}
+
+xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
+                          uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                          cuda_stream_t stream)
+{
+    const bool half = signature->dtype == FFN_CUDA_F16;
+    const uint32_t pairs = capacity_rows * signature->top_k;
+    void *parameters[] = {&lane};
+    if (blocks == 0 || blocks > kernels->blocks)
+        blocks = kernels->blocks;
+    if (signature->experts) {
+        XP_TRY(kernels_launch(kernels, FFN_KERNEL_BULK_BEGIN, 1, BULK_PLAN_THREADS, 0, stream,
+                              parameters));
+        if (capacity_rows)
+            XP_TRY(kernels_launch(kernels, FFN_KERNEL_BULK_ROUTE,
+                                  (capacity_rows + BULK_ROUTE_ROWS - 1) / BULK_ROUTE_ROWS,
+                                  BULK_THREADS, BULK_ROUTE_BYTES(signature->experts), stream,
+                                  parameters));
+    }
+    XP_TRY(
+        kernels_launch(kernels, FFN_KERNEL_BULK_PLAN, 1, BULK_PLAN_THREADS, 0, stream, parameters));
+    if (pairs)
+        XP_TRY(kernels_launch(kernels, FFN_KERNEL_BULK_PLACE,
+                              (pairs + BULK_THREADS - 1) / BULK_THREADS, BULK_THREADS, 0, stream,
+                              parameters));
+    XP_TRY(kernels_launch(kernels, half ? FFN_KERNEL_GATE_F16 : FFN_KERNEL_GATE_BF16, blocks,
+                          GROUPED_THREADS, GROUPED_SHARED_BYTES, stream, parameters));
+    XP_TRY(kernels_launch(kernels, half ? FFN_KERNEL_DOWN_F16 : FFN_KERNEL_DOWN_BF16, blocks,
+                          GROUPED_THREADS, GROUPED_SHARED_BYTES, stream, parameters));
+    return kernels_launch(kernels, FFN_KERNEL_BULK_REDUCE, capacity_rows ? capacity_rows : 1,
+                          BULK_THREADS, 0, stream, parameters);
+}
+
+xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,
+                            uint32_t hidden, cuda_address_t lane, cuda_stream_t stream)
+{
+    const uint64_t work = ((uint64_t)capacity_rows * hidden / 4 + BULK_THREADS - 1) / BULK_THREADS;
+    const uint32_t most = kernels->blocks * 8;
+    void *parameters[] = {&lane};
+    return kernels_launch(kernels, FFN_KERNEL_REDUCE,
+                          work < 1 ? 1 : (work > most ? most : (uint32_t)work), BULK_THREADS, 0,
+                          stream, parameters);
+}
+
+xp_status_t ffn_cuda_activate(const ffn_cuda_kernels_t *kernels, cuda_address_t gate,
+                              cuda_address_t up, uint64_t elements, ffn_cuda_dtype_t dtype,
+                              uint32_t activation, cuda_stream_t stream)
+{
+    const uint64_t work = (elements / 8 + BULK_THREADS - 1) / BULK_THREADS;
+    const uint32_t most = kernels->blocks * 8;
+    uint32_t type = dtype;
+    void *parameters[] = {&gate, &up, &elements, &type, &activation};
+    return kernels_launch(kernels, FFN_KERNEL_ACTIVATE,
+                          work < 1 ? 1 : (work > most ? most : (uint32_t)work), BULK_THREADS, 0,
+                          stream, parameters);
+}

@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The FFN kernels of one device, from the host's side: loading, workspaces, launches.
+ *
+ * A launch only queues work on a stream, may be captured, and takes its sizes from the Lane in
+ * device memory (ffn/cuda/tables.h); what the host gives is an upper bound, the Execution Capacity.
+ * The loaded kernels are constant and may be used by every thread whose current context is the
+ * device's.
+ */
+#ifndef XPOOL_FFN_CUDA_KERNELS_H
+#define XPOOL_FFN_CUDA_KERNELS_H
+
+#include "cuda/device.h"
+#include "ffn/cuda/tables.h"
+
+enum {
+    FFN_KERNEL_DECODE = 0,
+    FFN_KERNEL_RESIDENT,
+    FFN_KERNEL_BULK_BEGIN,
+    FFN_KERNEL_BULK_ROUTE,
+    FFN_KERNEL_BULK_PLAN,
+    FFN_KERNEL_BULK_PLACE,
+    FFN_KERNEL_BULK_REDUCE,
+    FFN_KERNEL_REDUCE,
+    FFN_KERNEL_ACTIVATE,
+    FFN_KERNEL_GATE_BF16,
+    FFN_KERNEL_DOWN_BF16,
+    FFN_KERNEL_GATE_F16,
+    FFN_KERNEL_DOWN_F16,
+    FFN_KERNEL_COUNT
+};
+
+typedef struct ffn_cuda_kernels {
+    const cuda_device_t *device;
+    cuda_module_t decode, bulk, grouped;
+    cuda_function_t function[FFN_KERNEL_COUNT];
+    uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
+} ffn_cuda_kernels_t;
+
+/* Loads all kernels and checks that the decode grid fits. XP_UNSUPPORTED: not a device of compute
+ * capability 9.0, no cooperative launches, or a build without nvcc. `blocks` 0: one for each
+ * multiprocessor; fewer leave room for others (a Lane's workspace stays with one number). */
+xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
+                                  ffn_cuda_kernels_t *kernels_out);
+void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels); /* accepts all zero */
+
+/* What the workspaces of a device's Lanes must hold: the maxima over the layers it serves. Zeroed,
+ * then widened by ffn_cuda_limits_add(); bulk_rows is the caller's. */
+typedef struct ffn_cuda_limits {
+    uint32_t hidden, experts, top_k;
+    uint32_t decode_elements; /* activations of one decode row: all parts that 16 rows can choose */
+    uint32_t row_elements;    /* activations of one bulk row */
+    uint32_t bulk_rows;       /* most rows of a bulk launch; 0 = decode only */
+} ffn_cuda_limits_t;
+
+/* Widens `limits` to what one more signature needs. */
+void ffn_cuda_limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *signature);
+
+/* Exact bytes of a workspace; 256-byte alignment is expected. */
+uint64_t ffn_cuda_workspace_bytes(const ffn_cuda_limits_t *limits);
+/* Lays a workspace out over `base`, of ffn_cuda_workspace_bytes(), zeroed by the caller. */
+void ffn_cuda_workspace_carve(const ffn_cuda_limits_t *limits, cuda_address_t base,
+                              ffn_cuda_workspace_t *workspace_out);
+
+/* XP_INVALID with the reason when the kernels cannot run layers of that signature. */
+xp_status_t ffn_cuda_signature_check(const ffn_cuda_signature_t *signature);
+
+/* The layer of `lane` (device address of a ffn_cuda_lane_t) for its live rows, 0 to
+ * FFN_CUDA_DECODE_ROWS. One cooperative launch. */
+xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
+                            cuda_stream_t stream);
+
+/* The resident decode kernel over `queue` (device address of a zeroed ffn_cuda_queue_t). Ends by a
+ * command without Lane or by the queue's `stop`. look_ahead: while it waits, it loads the first
+ * weights of the layer that should come next. Occupies all multiprocessors it was given. */
+xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
+                              bool look_ahead, cuda_stream_t stream);
+
+/* The layer of `lane` for its live rows, 0 to capacity_rows, in as many launches as it takes, for
+ * layers of `signature`. Dense layers go through the grouped products too; ffn/cuda/library.h does
+ * them with cuBLASLt. blocks: of the grouped products; 0 = all. */
+xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
+                          uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                          cuda_stream_t stream);
+
+/* output = partials[0] + ... of the Lane, in that order, in FP32, cast once. */
+xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,
+                            uint32_t hidden, cuda_address_t lane, cuda_stream_t stream);
+/* gate = act(gate) * up over `elements` (a multiple of 8) values of `dtype`. */
+xp_status_t ffn_cuda_activate(const ffn_cuda_kernels_t *kernels, cuda_address_t gate,
+                              cuda_address_t up, uint64_t elements, ffn_cuda_dtype_t dtype,
+                              uint32_t activation, cuda_stream_t stream);
+#endif

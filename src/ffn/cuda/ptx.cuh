@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: MIT
+// The instructions that CUDA C++ has no word for, one function each: shared-memory barriers, bulk
+// copies, tensor-core products, orders at device and system scope.
+#ifndef XPOOL_FFN_CUDA_PTX_CUH
+#define XPOOL_FFN_CUDA_PTX_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+static __device__ __forceinline__ uint32_t ptx_shared(const void *pointer)
+{
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+// ---- orders on words of global memory ----------------------------------------------------------
+static __device__ __forceinline__ uint64_t ptx_load_acquire(const uint64_t *word)
+{
+    uint64_t value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+static __device__ __forceinline__ uint64_t ptx_load_acquire_system(const uint64_t *word)
+{
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+static __device__ __forceinline__ uint32_t ptx_load_relaxed_system(const uint32_t *word)
+{
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+static __device__ __forceinline__ void ptx_store_release_system(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+// Acquire and release at device scope; answers the value before.
+static __device__ __forceinline__ uint64_t ptx_add_acq_rel(uint64_t *word, uint64_t value)
+{
+    uint64_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(word), "l"(value)
+                 : "memory");
+    return before;
+}
+static __device__ __forceinline__ uint64_t ptx_swap_if_system(uint64_t *word, uint64_t expected,
+                                                              uint64_t value)
+{
+    uint64_t before;
+    asm volatile("atom.acq_rel.sys.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "l"(word), "l"(expected), "l"(value)
+                 : "memory");
+    return before;
+}
+
+// ---- loads of data that other blocks or kernels write while this kernel runs: past L1 ------------
+static __device__ __forceinline__ uint4 ptx_load_l2(const void *address)
+{
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
+// ---- tensor-core product of 16 x 16 by 16 x 8, FP32 sums, since sm_80 ----------------------------
+template <typename T> static __device__ __forceinline__ void
+ptx_mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
+template <> __device__ __forceinline__ void ptx_mma<__nv_bfloat16>(float (&d)[4], uint32_t a0,
+                                                                   uint32_t a1, uint32_t a2,
+                                                                   uint32_t a3, uint32_t b0,
+                                                                   uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <> __device__ __forceinline__ void ptx_mma<__half>(float (&d)[4], uint32_t a0, uint32_t a1,
+                                                            uint32_t a2, uint32_t a3, uint32_t b0,
+                                                            uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <typename T> static __device__ __forceinline__ float2 ptx_unpack(uint32_t pair);
+template <> __device__ __forceinline__ float2 ptx_unpack<__nv_bfloat16>(uint32_t pair)
+{
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <> __device__ __forceinline__ float2 ptx_unpack<__half>(uint32_t pair)
+{
+    __half2 value;
+    memcpy(&value, &pair, sizeof(value));
+    return __half22float2(value);
+}
+template <typename T> static __device__ __forceinline__ T ptx_from_float(float value);
+template <> __device__ __forceinline__ __nv_bfloat16 ptx_from_float<__nv_bfloat16>(float value)
+{
+    return __float2bfloat16_rn(value);
+}
+template <> __device__ __forceinline__ __half ptx_from_float<__half>(float value)
+{
+    return __float2half_rn(value);
+}
+template <typename T> static __device__ __forceinline__ uint32_t ptx_pack(float low, float high)
+{
+    T pair[2] = {ptx_from_float<T>(low), ptx_from_float<T>(high)};
+    uint32_t value;
+    memcpy(&value, pair, sizeof(value));
+    return value;
+}
+
+static __device__ __forceinline__ float ptx_activate(uint32_t activation, float gate, float up)
+{
+    if (activation == 0) // SiLU
+        return gate / (1.0f + __expf(-gate)) * up;
+    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+    return 0.5f * gate * (1.0f + tanhf(inner)) * up;
+}
+
+// ---- barriers in shared memory and copies that complete on them, since sm_90 ---------------------
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+static __device__ __forceinline__ void ptx_barrier_init(uint32_t barrier, uint32_t arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+static __device__ __forceinline__ void ptx_barrier_init_fence()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+static __device__ __forceinline__ void ptx_barrier_expect(uint32_t barrier, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+static __device__ __forceinline__ void ptx_barrier_arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+static __device__ __forceinline__ void ptx_barrier_wait(uint32_t barrier, uint32_t parity)
+{
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra ended;\n"
+                 "bra again;\n"
+                 "ended:\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+static __device__ __forceinline__ uint64_t ptx_policy_stream()
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// Both addresses and the size are multiples of 16 bytes.
+static __device__ __forceinline__ void ptx_bulk_load(uint32_t to, const void *from, uint32_t bytes,
+                                                     uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+                 "[%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+static __device__ __forceinline__ void ptx_bulk_load_stream(uint32_t to, const void *from,
+                                                            uint32_t bytes, uint32_t barrier,
+                                                            uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+// Orders this thread's view of ordinary accesses with the copy engine's and the tensor cores'.
+static __device__ __forceinline__ void ptx_fence_proxy()
+{
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+static __device__ __forceinline__ void ptx_fence_proxy_shared()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
+#endif

@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What the FFN kernels read from device memory: one source for C and CUDA.
+ *
+ * A kernel gets one Lane pointer. The Lane names the layer and the live rows; the layer names its
+ * signature, weights and router. So one captured launch serves all layers of a signature: whoever
+ * fires it (host, scheduler graph, Coordinator) writes the Lane's per-Invocation fields first.
+ *
+ * Weights are row-major, as in the checkpoint: gate and up [width][hidden], down [hidden][width],
+ * router [experts][hidden]. Addresses are aligned to 16 bytes, hidden and every width are multiples
+ * of 8 elements; a loader that meets another width pads it with rows and columns of zeros, which
+ * changes no result. BF16 or FP16 weights and activations (the same type), FP32 accumulation.
+ */
+#ifndef XPOOL_FFN_CUDA_TABLES_H
+#define XPOOL_FFN_CUDA_TABLES_H
+
+#include <stdint.h>
+
+#define FFN_CUDA_MAX_EXPERTS    512u
+#define FFN_CUDA_MAX_TOP_K      32u
+#define FFN_CUDA_MAX_GROUPS     32u
+#define FFN_CUDA_DECODE_ROWS    16u /* most rows of the decode kernels */
+#define FFN_CUDA_WIDTH_MULTIPLE 8u
+#define FFN_CUDA_NO_LAYER       0xffffffffu
+#define FFN_CUDA_QUEUE_ENTRIES  64u
+#define FFN_CUDA_MAX_PARTIALS   16u
+#define FFN_CUDA_TILE_ROWS      128u /* rows of one tile of the grouped GEMM */
+
+typedef enum ffn_cuda_dtype {
+    FFN_CUDA_BF16 = 0,
+    FFN_CUDA_F16,
+    FFN_CUDA_F32, /* router only */
+} ffn_cuda_dtype_t;
+
+/* Execution Signature, as the kernels see it. Dense: experts 0, width `intermediate`. */
+typedef struct ffn_cuda_signature {
+    uint32_t hidden;
+    uint32_t intermediate; /* of this shard: dense width or one expert's; elements */
+    uint32_t dtype;        /* ffn_cuda_dtype_t of weights and activations */
+    uint32_t activation;   /* model_activation_t: 0 SiLU, 1 GELU (tanh) */
+    /* MoE only */
+    uint32_t experts, top_k;
+    uint32_t router;       /* model_router_t: 0 softmax, 1 sigmoid */
+    uint32_t router_dtype; /* ffn_cuda_dtype_t */
+    uint32_t normalize;    /* divide the chosen weights by their sum */
+    uint32_t groups, top_groups;
+    uint32_t shared_intermediate; /* 0 = no shared experts */
+    float routed_scale;
+    uint32_t reserved[3];
+} ffn_cuda_signature_t;
+
+/* One gated FFN: the dense block, one expert, or the fused shared experts. */
+typedef struct ffn_cuda_part {
+    const void *gate, *up, *down;
+} ffn_cuda_part_t;
+
+typedef struct ffn_cuda_layer {
+    const ffn_cuda_signature_t *signature;
+    const ffn_cuda_part_t *parts; /* dense: 1; MoE: experts, then the shared part if any */
+    const void *router;           /* MoE */
+    const float *bias;            /* e_score_correction_bias [experts] or NULL */
+    uint32_t next;                /* the layer that usually follows, or FFN_CUDA_NO_LAYER */
+    uint32_t reserved[3];
+} ffn_cuda_layer_t;
+
+/* Words by which the blocks of one launch meet. All are counters that only grow, so that nothing
+ * has to be reset between launches; zeroed once, when the workspace is made. */
+typedef struct ffn_cuda_meeting {
+    uint64_t routed; /* blocks whose logits are written */
+    uint64_t pad0[15];
+    uint64_t acted; /* blocks whose activations are written */
+    uint64_t pad1[15];
+    uint64_t ended; /* blocks whose outputs are written */
+    uint64_t pad2[15];
+} ffn_cuda_meeting_t;
+
+/* One tile of the grouped GEMM: up to FFN_CUDA_TILE_ROWS rows of one part. */
+typedef struct ffn_cuda_tile {
+    uint32_t part;
+    uint32_t first; /* row of `activations` (routed pairs in expert order, then the shared rows) */
+    uint32_t rows;
+    uint32_t reserved;
+} ffn_cuda_tile_t;
+
+/* Buffers of one Lane in device memory, carved by ffn_cuda_workspace_carve(). */
+typedef struct ffn_cuda_workspace {
+    ffn_cuda_meeting_t *meeting;
+    /* decode: at most FFN_CUDA_DECODE_ROWS rows */
+    float *logits;            /* [rows][experts] */
+    void *decode_activations; /* [rows][decode_pitch] 16-bit */
+    uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
+    /* bulk: at most bulk_rows rows */
+    uint32_t bulk_rows, max_tiles;
+    uint32_t *counts;     /* [experts] pairs of each expert */
+    uint32_t *offsets;    /* [experts + 1] first pair of each expert */
+    uint32_t *filled;     /* [experts] pairs placed so far */
+    uint32_t *tile_count; /* [2]: tiles of routed pairs, tiles of the shared part */
+    uint32_t *chosen;     /* [rows][top_k] experts, ascending */
+    float *weights;       /* [rows][top_k] in that order */
+    uint32_t *pair_at;    /* [rows][top_k] position of that pair in expert order */
+    uint32_t *row_ids;    /* [pairs] row of the pair at that position */
+    ffn_cuda_tile_t *tiles;
+    void *activations; /* routed [pairs][intermediate], then shared [rows][shared]; 16-bit */
+    float *products;   /* [pairs + rows][hidden] */
+} ffn_cuda_workspace_t;
+
+/* An Executor Lane on this device. */
+typedef struct ffn_cuda_lane {
+    /* constant while the Lane exists */
+    const ffn_cuda_layer_t *layers;
+    ffn_cuda_workspace_t workspace;
+    /* per Invocation, written before the launch or the queue entry */
+    uint32_t layer;    /* index in `layers` */
+    uint32_t rows;     /* live rows; 0 is allowed */
+    const void *input; /* [rows][hidden], 16-bit, aligned to 16 bytes */
+    void *output;      /* [rows][hidden], 16-bit: the complete result; or NULL */
+    float *partial;    /* [rows][hidden]: this shard's partial, when output is NULL */
+    /* ffn_reduce: partials in PE order, of partial_count FfnAgents */
+    const float *partials[FFN_CUDA_MAX_PARTIALS];
+    uint32_t partial_count;
+    uint32_t reserved;
+} ffn_cuda_lane_t;
+
+/* The command queue of the resident decode kernel, in device memory, zeroed before each lease. One
+ * writer (the Coordinator) fills entries in order; every block of the kernel reads each. Entry n
+ * (from 0) is at n % FFN_CUDA_QUEUE_ENTRIES and is live when its sequence is n + 1. The writer may
+ * fill it once answered >= n + 1 - FFN_CUDA_QUEUE_ENTRIES, and publishes it by compare-and-swap
+ * from the value that it found there: a block that sees `stop` swaps FFN_CUDA_QUEUE_LEFT into the
+ * entry that it waits for, so that all blocks leave before the same command or all execute it. */
+#define FFN_CUDA_QUEUE_LEFT (~(uint64_t)0)
+
+typedef struct ffn_cuda_command {
+    uint64_t sequence;     /* published last */
+    ffn_cuda_lane_t *lane; /* NULL: leave (the lease ends) */
+    uint64_t *answer;      /* word that gets answer_value, with release at system scope, or NULL */
+    uint64_t answer_value;
+    uint64_t pad[4];
+} ffn_cuda_command_t;
+
+typedef struct ffn_cuda_queue {
+    ffn_cuda_command_t entries[FFN_CUDA_QUEUE_ENTRIES];
+    uint64_t answered; /* commands done */
+    uint64_t pad0[15];
+    uint32_t stop; /* not 0: leave without a command (failure, shutdown) */
+    uint32_t pad1[31];
+} ffn_cuda_queue_t;
+#endif

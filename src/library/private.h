@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: MIT */
+/* What the files of libxpool share. */
+#ifndef XPOOL_LIBRARY_PRIVATE_H
+#define XPOOL_LIBRARY_PRIVATE_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/types.h>
+
+#include "base/status.h"
+#include "config/config.h"
+#include "control/planner.h"
+#include "xpool/xpool.h"
+
+/* Immutable but for what is worked out on first use, under the lock. */
+struct xpool_config {
+    pid_t pid;
+    config_t *config;
+    pthread_mutex_t lock;
+    plan_result_t *planned;                /* NULL until asked for */
+    model_spec_t *specs[CONFIG_MAX_MODELS]; /* the same */
+};
+
+/* XP_OK in the process that opened the object, XP_INVALID in a forked child of it. */
+xp_status_t library_check_process(pid_t opened_by);
+/* The interface's status for ours. */
+xpool_status_t library_status(xp_status_t status);
+
+/* A struct that the caller may have from an older or a newer header: `bytes` of it are valid. Too
+ * small a struct is XP_INVALID. */
+xp_status_t library_take_struct(const void *from, uint32_t bytes, uint32_t least, const char *name,
+                                void *to, size_t size);
+/* Copies as much of `from` as the caller's struct has, keeping its struct_bytes. */
+void library_give_struct(const void *from, size_t size, void *to, uint32_t bytes);
+
+/* Size of a struct up to and with `member`: what the first release had. */
+#define LIBRARY_BYTES_TO(type, member) \
+    ((uint32_t)(offsetof(type, member) + sizeof(((type *)0)->member)))
+#endif

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: MIT
+// Kernels of the Instance's side of the mailbox, and those by which a host thread reaches words that
+// kernels poll. The decisions are in transport/cuda_device.h; here is what only a GPU does.
+//
+// put and take are of many blocks and never wait; wait is of one block. A kernel of many blocks that
+// also waits can deadlock: blocks that wait keep those from running that would bring the answer.
+#include "transport/cuda_device.h"
+#include "transport/cuda_rows.cuh"
+
+// Counts blocks of this launch that are through. True for the last one; what the others wrote before
+// is then visible to it (acquire and release of the same word), and with the release that publishes
+// the request to whoever acquires that. Called by one thread after the block's barrier.
+static __device__ bool last_block(transport_device_state_t *state)
+{
+    if (gridDim.x == 1)
+        return true;
+    cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived(state->arrived);
+    if (arrived.fetch_add(1u, cuda::memory_order_acq_rel) + 1 != gridDim.x)
+        return false;
+    arrived.store(0u, cuda::memory_order_relaxed);
+    return true;
+}
+
+extern "C" __global__ void transport_put(mailbox_arena_t *arena, transport_device_state_t *state,
+                                         const transport_live_t *live, uint32_t layer,
+                                         uint32_t captured, const void *input, uint64_t row_bytes,
+                                         uint64_t input_offset)
+{
+    if (state->status == XP_OK && state->phase == TRANSPORT_PHASE_IDLE)
+        transport_rows_copy((char *)arena + input_offset, input,
+                            transport_device_rows(live, captured) * row_bytes,
+                            (uint64_t)blockIdx.x * blockDim.x + threadIdx.x,
+                            (uint64_t)gridDim.x * blockDim.x);
+    __syncthreads();
+    if (threadIdx.x == 0 && last_block(state))
+        transport_device_put(arena, state, live, layer, captured);
+}
+
+extern "C" __global__ void transport_wait(mailbox_arena_t *arena, transport_device_state_t *state,
+                                          const uint32_t *life, uint64_t limit_ns)
+{
+    if (threadIdx.x != 0)
+        return;
+    // Counted in registers; the state is written once, at the end.
+    transport_device_state_t local = *state;
+    if (!transport_device_wait_begin(&local)) {
+        const uint64_t start = transport_clock_ns();
+        uint64_t next = start + LIFE_LOOK_NS, now = start;
+        for (;;) {
+            local.looks++;
+            if (transport_device_wait_look(arena, &local))
+                break;
+            now = transport_clock_ns();
+            if (now < next)
+                continue;
+            next = now + LIFE_LOOK_NS;
+            if (transport_device_wait_life(life, &local, now - start, limit_ns))
+                break;
+        }
+        local.wait_ns += now - start;
+    }
+    state->phase = local.phase;
+    state->status = local.status;
+    state->looks = local.looks;
+    state->wait_ns = local.wait_ns;
+}
+
+extern "C" __global__ void transport_take(const mailbox_arena_t *arena,
+                                          transport_device_state_t *state, uint32_t captured,
+                                          void *output, uint64_t row_bytes, uint64_t output_offset)
+{
+    const uint64_t thread = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const uint64_t threads = (uint64_t)gridDim.x * blockDim.x;
+    if (transport_device_take_allowed(state))
+        transport_rows_copy(output, (const char *)arena + output_offset, state->rows * row_bytes,
+                            thread, threads);
+    else
+        transport_rows_poison(output, captured * row_bytes, thread, threads);
+    __syncthreads();
+    if (threadIdx.x == 0 && last_block(state))
+        transport_device_take(state);
+}
+
+// ---- host threads reach device words, by launches on a control stream -----------------------
+extern "C" __global__ void transport_arena_start(mailbox_arena_t *arena, mailbox_arena_t value)
+{
+    if (threadIdx.x == 0)
+        *arena = value;
+}
+
+extern "C" __global__ void transport_close(mailbox_arena_t *arena, uint32_t reason)
+{
+    if (threadIdx.x == 0)
+        mailbox_close(arena, reason);
+}
+
+extern "C" __global__ void transport_live_write(transport_live_t *live, transport_live_t value)
+{
+    if (threadIdx.x == 0)
+        *live = value;
+}
+
+// After an answered error the next pass may go on; what is terminal stays.
+extern "C" __global__ void transport_recover(transport_device_state_t *state)
+{
+    if (threadIdx.x == 0 && state->phase == TRANSPORT_PHASE_IDLE)
+        state->status = XP_OK;
+}
+
+// The description of a slot whose warp is not looking at it, and then its release: pairs with the
+// acquiring loads of the resident kernel.
+extern "C" __global__ void transport_slot_describe(transport_slot_t *slot, transport_slot_t value)
+{
+    if (threadIdx.x != 0)
+        return;
+    slot->hidden = value.hidden;
+    slot->max_rows = value.max_rows;
+    slot->dtype = value.dtype;
+    slot->dp_size = value.dp_size;
+    slot->life = value.life;
+    slot->arena = value.arena;
+    slot->row_bytes = value.row_bytes;
+    slot->input_offset = value.input_offset;
+    slot->output_offset = value.output_offset;
+    slot->requests = 0;
+    slot->total_rows = 0;
+    PROTOCOL_STORE_RELEASE(&slot->ended, 0u);
+    PROTOCOL_STORE_RELEASE(&slot->wanted, value.wanted);
+}
+
+extern "C" __global__ void transport_post(uint32_t *word, uint32_t value)
+{
+    if (threadIdx.x == 0)
+        PROTOCOL_STORE_RELEASE(word, value);
+}

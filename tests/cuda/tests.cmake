@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: MIT
+# Programs that need a GPU. They build everywhere; where there is no GPU they exit with 77, "skipped".
+# tests/cuda/run_on_device runs them all on a machine with one.
+set(cuda_folder ${CMAKE_SOURCE_DIR}/tests/cuda)
+function(xpool_cuda_program name source)
+  add_executable(${name} ${source} ${cuda_folder}/kit.c ${cuda_folder}/agent.c ${cuda_folder}/client.c)
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  target_include_directories(${name} PRIVATE ${cuda_folder})
+  xpool_cuda_images(${name} tests ${cuda_folder}/transport_echo.cu)
+  target_link_libraries(${name} PRIVATE xpool_transport)
+endfunction()
+xpool_cuda_program(cuda_transport_single ${cuda_folder}/transport_single.c)
+xpool_cuda_program(cuda_transport_kill ${cuda_folder}/transport_kill.c)
+xpool_cuda_program(cuda_hop_transport ${CMAKE_SOURCE_DIR}/benches/cuda/hop_transport.c)
+add_test(NAME cuda/transport-single COMMAND cuda_transport_single)
+add_test(NAME cuda/transport-kill COMMAND cuda_transport_kill)
+set_tests_properties(cuda/transport-single cuda/transport-kill
+                     PROPERTIES LABELS cuda TIMEOUT 180 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)
+
+include(${CMAKE_SOURCE_DIR}/tests/cuda/ffn.cmake OPTIONAL)

@@ -1,0 +1,458 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""The SGLang plugin against the real SGLang's modules, without a server and without a daemon.
+
+Bindings and configuration, the operator, leaving FFN tensors on disk, class replacement of every
+family, refused options, and hooks that miss.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from unittest import mock
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = pathlib.Path(os.environ.get("XPOOL_BUILD", ROOT / "build"))
+sys.path.insert(0, str(BUILD / "python"))
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch  # noqa: E402
+
+from xpool import XpoolConfig, XpoolError, native, ops, rank as ranks  # noqa: E402
+
+TALES = ROOT / "models" / "tales"
+MODELS = {path.name: path for path in sorted(TALES.iterdir()) if path.is_dir()}
+CONFIG = """
+[daemon]
+socket = "{folder}/daemon.sock"
+[deadlines]
+registration = 2
+[atn]
+devices = ["cpu:0"]
+[ffn]
+devices = ["cpu:1"]
+[devices."cpu:0"]
+threads = 1
+memory = "1GiB"
+[devices."cpu:1"]
+threads = 1
+memory = "1GiB"
+"""
+
+
+def setUpModule():
+    global FOLDER
+    FOLDER = tempfile.TemporaryDirectory()
+    text = CONFIG.format(folder=FOLDER.name)
+    for name, path in MODELS.items():
+        text += f'[[models]]\nid = "{name}"\npath = "{path}"\nengine = "sglang"\ndtype = "float32"\n'
+    path = pathlib.Path(FOLDER.name) / "xpool.toml"
+    path.write_text(text)
+    os.environ["XPOOL_CONFIG"] = str(path)
+    os.environ.pop("XPOOL_MODEL_ID", None)
+
+
+def tearDownModule():
+    FOLDER.cleanup()
+
+
+class Bindings(unittest.TestCase):
+    def test_header_declares_what_the_library_has(self):
+        header = (ROOT / "include" / "xpool" / "xpool.h").read_text()
+        declared = set(re.findall(r"\b(xpool_[a-z_]+)\(", native.declarations(header)))
+        listed = (ROOT / "include" / "xpool" / "symbols.txt").read_text().split()
+        self.assertEqual(declared, {s for s in listed if s.startswith("xpool_")})
+        lib = native.load().lib
+        for name in declared:
+            self.assertTrue(callable(getattr(lib, name)), name)
+
+    def test_configuration(self):
+        config = XpoolConfig()
+        self.assertEqual(sorted(config.model_ids()), sorted(MODELS))
+        for name, path in MODELS.items():
+            self.assertEqual(config.model_path_of(name), str(path))
+            spec = json.loads((path / "config.json").read_text())
+            info = config.model_info(name)
+            self.assertEqual(info.architecture, spec["architectures"][0])
+            self.assertEqual((info.hidden, info.layers), (spec["hidden_size"], spec["num_hidden_layers"]))
+            self.assertEqual((info.engine, info.attention_tp, info.attention_dp), ("sglang", 1, 1))
+
+    def test_errors_say_what_is_wrong(self):
+        with self.assertRaisesRegex(XpoolError, "no model 'x'.*qwen3-moe"):
+            XpoolConfig().model_path_of("x")
+        with self.assertRaisesRegex(XpoolError, "/nowhere.toml"):
+            XpoolConfig("/nowhere.toml")
+
+    def test_a_missing_daemon_is_named(self):
+        info = XpoolConfig().model_info("qwen3-moe")
+        workload = ranks.Workload(
+            "test", str(MODELS["qwen3-moe"]), info.hidden, info.layers, 1, 1, 8, 128, ranks.F32
+        )
+        with self.assertRaisesRegex(XpoolError, "daemon.sock"):
+            ranks.Rank(XpoolConfig(), "qwen3-moe", 0, workload)
+
+
+class TwiceRank:
+    """Answers 2 x input; tells the calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.status = ranks.OK
+
+    def ffn(self, layer, rows, dtype, input_address, output_address):
+        self.calls.append((layer, rows, dtype))
+        if self.status == ranks.OK and rows:
+            import ctypes
+
+            size = ctypes.c_float * (rows * 8)
+            source, target = size.from_address(input_address), size.from_address(output_address)
+            for i in range(rows * 8):
+                target[i] = 2 * source[i]
+        return self.status
+
+    def error(self, status):
+        return XpoolError("the canonical failure", status)
+
+
+class Operator(unittest.TestCase):
+    def setUp(self):
+        self.rank = TwiceRank()
+        ops.attach(self.rank)
+        self.addCleanup(ops.attach, None)
+
+    def test_rows_in_rows_out(self):
+        x = torch.randn(5, 8)
+        self.assertTrue(torch.equal(ops.ffn_shim(x, 3), 2 * x))
+        self.assertTrue(torch.equal(torch.ops.xpool.ffn_shim(x.t().contiguous().t(), 4), 2 * x))
+        self.assertEqual(ops.ffn_shim(torch.empty(0, 8), 5).shape, (0, 8))
+        self.assertEqual(self.rank.calls, [(3, 5, ranks.F32), (4, 5, ranks.F32), (5, 0, ranks.F32)])
+
+    def test_no_tensor_operation_but_the_allocation(self):
+        x = torch.randn(5, 8)
+        with torch.profiler.profile() as profile:
+            ops.ffn_shim(x, 0)
+        seen = {event.key for event in profile.key_averages() if event.key.startswith("aten::")}
+        self.assertLessEqual(seen, {"aten::empty_like", "aten::empty_strided", "aten::empty"})
+
+    def test_fake_implementation(self):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            out = ops.ffn_shim(torch.empty(7, 8, dtype=torch.bfloat16), 1)
+            self.assertEqual((out.shape, out.dtype), ((7, 8), torch.bfloat16))
+        self.assertEqual(self.rank.calls, [])
+
+    def test_a_failure_reaches_the_caller(self):
+        told = []
+        ops.attach(self.rank, lambda *what: told.append(what))
+        self.rank.status = ranks.FAILED
+        with self.assertRaisesRegex(XpoolError, "the canonical failure"):
+            ops.ffn_shim(torch.randn(1, 8), 0)
+        self.assertEqual(told, [(ranks.FAILED, "the canonical failure")])
+        ops.attach(None)
+        with self.assertRaisesRegex(RuntimeError, "no Instance Rank"):
+            ops.ffn_shim(torch.randn(1, 8), 0)
+
+
+class Weights(unittest.TestCase):
+    """With SGLang's own readers, over a safetensors file that tells what is asked of it."""
+
+    def names_asked(self, model, read):
+        import safetensors
+
+        from xpool.sglang import weights
+
+        config, asked = XpoolConfig(), []
+
+        class Opened:
+            def __init__(self, *arguments, **options):
+                self.file = safetensors.safe_open(*arguments, **options)
+
+            def __enter__(self):
+                self.file.__enter__()
+                return self
+
+            def __exit__(self, *error):
+                return self.file.__exit__(*error)
+
+            def keys(self):
+                return list(self.file.keys())
+
+            def get_tensor(self, name):
+                asked.append(name)
+                return self.file.get_tensor(name)
+
+        files = [str(path) for path in MODELS[model].glob("*.safetensors")]
+        module = types.SimpleNamespace(safe_open=Opened)
+        with mock.patch("sglang.srt.model_loader.weight_utils.safetensors", module):
+            with weights.without_ffn(lambda name: config.is_ffn_tensor(model, name)) as counts:
+                given = [name for name, _ in read(files)]
+        everything = []
+        for path in files:
+            with safetensors.safe_open(path, "pt") as file:
+                everything += list(file.keys())
+        self.assertEqual(sorted(asked), sorted(given))
+        self.assertEqual((counts.read, counts.skipped), (len(asked), len(everything) - len(asked)))
+        return asked, everything
+
+    def test_ffn_tensors_stay_on_disk(self):
+        from sglang.srt.model_loader import weight_utils
+
+        readers = (
+            weight_utils.safetensors_weights_iterator,
+            lambda files: weight_utils.buffered_multi_thread_safetensors_weights_iterator(files, 2),
+            lambda files: weight_utils.multi_thread_safetensors_weights_iterator(files, 2),
+        )
+        for model in MODELS:
+            for read in readers:
+                with self.subTest(model=model):
+                    asked, everything = self.names_asked(model, read)
+                    self.assertEqual(set(asked), {name for name in everything if ".mlp." not in name})
+                    self.assertLess(len(asked), len(everything))
+
+    def test_whole_files_are_refused(self):
+        from sglang.srt.model_loader import weight_utils
+
+        from xpool.sglang import weights
+
+        files = [str(path) for path in MODELS["qwen3-moe"].glob("*.safetensors")]
+        with weights.without_ffn(lambda name: ".mlp." in name):
+            with self.assertRaisesRegex(XpoolError, "whole safetensors files"):
+                list(weight_utils.safetensors_weights_iterator(files, disable_mmap=True))
+
+
+class Replacement(unittest.TestCase):
+    def test_every_site_exists_and_holds_nothing_afterwards(self):
+        from xpool.sglang import adapters, ffn, patch
+
+        for architecture, adapter in adapters.ADAPTERS.items():
+            with self.subTest(architecture=architecture):
+                patch.resolve(adapter.module, architecture)
+                with mock.patch.multiple(
+                    adapter.module, **{name: patch.resolve(adapter.module, name)[2] for name in adapter.sites}
+                ):
+                    ffn.replace(architecture)
+                    ffn.replace(architecture)  # a second time changes nothing
+                    for name in adapter.sites:
+                        site = patch.resolve(adapter.module, name)[2]
+                        shim = site(hidden_size=8, config=None, layer_id=3, prefix="model.layers.3.mlp")
+                        self.assertIsInstance(shim, ffn.FfnShim)
+                        self.assertNotIsInstance(shim, site)
+                        self.assertEqual((shim.layer, list(shim.parameters())), (3, []))
+                        for prefix, layer in (("model.layers.3.mlp", 4), ("model.mtp.mlp", None), ("", None)):
+                            with self.assertRaises(XpoolError):
+                                site(prefix=prefix, layer_id=layer)
+
+    def test_forward_ignores_what_belongs_to_sglangs_ffn(self):
+        from xpool.sglang import ffn
+
+        rank = TwiceRank()
+        ops.attach(rank)
+        self.addCleanup(ops.attach, None)
+        x = torch.randn(2, 8)
+        self.assertTrue(torch.equal(ffn.FfnShim(1)(x, object(), True, True, None), 2 * x))
+        self.assertTrue(torch.equal(ffn.FfnShim(1)(x, forward_batch=None), 2 * x))
+
+    def test_verification(self):
+        from xpool.sglang import ffn
+
+        class Layer(torch.nn.Module):
+            def __init__(self, mlp):
+                super().__init__()
+                self.mlp = mlp
+
+        class Qwen3ForCausalLM(torch.nn.Module):
+            def __init__(self, mlps):
+                super().__init__()
+                self.model = torch.nn.Module()
+                self.model.layers = torch.nn.ModuleList(Layer(mlp) for mlp in mlps)
+
+        good = [ffn.FfnShim(0), ffn.FfnShim(1)]
+        ffn.verify(Qwen3ForCausalLM(good), "Qwen3ForCausalLM", 2)
+        leaking = ffn.FfnShim(1)
+        leaking.gate = torch.nn.Linear(2, 2)
+        for mlps, architecture, text in (
+            ([ffn.FfnShim(0), torch.nn.Linear(2, 2)], "Qwen3ForCausalLM", "layer 1 is SGLang's own Linear"),
+            ([ffn.FfnShim(0), ffn.FfnShim(0)], "Qwen3ForCausalLM", "layers \\[0\\], the plan has 2"),
+            ([ffn.FfnShim(0), leaking], "Qwen3ForCausalLM", "layers.1.mlp.gate.weight"),
+            (good, "Qwen3MoeForCausalLM", "built a Qwen3ForCausalLM"),
+        ):
+            with self.assertRaisesRegex(XpoolError, text):
+                ffn.verify(Qwen3ForCausalLM(mlps), architecture, 2)
+
+
+class Patching(unittest.TestCase):
+    def test_a_missing_target_is_named(self):
+        from xpool.sglang import patch
+
+        for module, path in (
+            ("sglang.srt.server_args", "ServerArgs.no_such_method"),
+            ("sglang.srt.server_args", "NoSuchClass.method"),
+            ("sglang.srt.no_such_module", "f"),
+        ):
+            with self.assertRaisesRegex(XpoolError, f"SGLang .* has no {module}.{path}"):
+                patch.around(module, path, lambda original: None)
+
+    def test_methods_of_all_kinds_and_the_final_check(self):
+        from xpool.sglang import patch
+
+        class Target:
+            def method(self, x):
+                return x
+
+            @classmethod
+            def of_class(cls, x):
+                return (cls, x)
+
+            @staticmethod
+            def plain(x):
+                return x
+
+        module = types.ModuleType("xpool_patch_target")
+        module.Target = Target
+        hook = lambda original, *arguments: ("hooked", original(*arguments))  # noqa: E731
+        with mock.patch.dict(sys.modules, {module.__name__: module}), mock.patch.object(patch, "_around", []):
+            for name in ("method", "of_class", "plain"):
+                patch.around(module.__name__, f"Target.{name}", hook)
+            self.assertEqual(Target().method(1), ("hooked", 1))
+            self.assertEqual(Target.of_class(1), ("hooked", (Target, 1)))
+            self.assertEqual(Target.plain(1), ("hooked", 1))
+            patch.check()
+            Target.method = lambda self, x: x  # another plugin, which forgets ours
+            with self.assertRaisesRegex(XpoolError, "xpool_patch_target.Target.method is gone"):
+                patch.check()
+
+
+class Options(unittest.TestCase):
+    def arguments(self, **changes):
+        from sglang.srt.server_args import ServerArgs
+
+        values = {}
+        for field in dataclasses.fields(ServerArgs):
+            if field.default is not dataclasses.MISSING:
+                values[field.name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                values[field.name] = field.default_factory()
+        values.update(
+            model_path=str(MODELS["qwen3-moe"]),
+            served_model_name="something",
+            device="cpu",
+            chunked_prefill_size=128,
+        )
+        values.update(changes)
+        return types.SimpleNamespace(**values)
+
+    def refused(self, text, **changes):
+        from xpool.sglang import options
+
+        with self.assertRaisesRegex(XpoolError, text):
+            options.deployment(self.arguments(**changes))
+
+    def test_the_model_is_found(self):
+        from xpool.sglang import options
+
+        arguments = self.arguments()
+        found = options.deployment(arguments)
+        self.assertEqual(
+            (found.model_id, found.attention_tp, found.attention_dp), ("qwen3-moe", 1, 1)
+        )
+        self.assertEqual(arguments.max_running_requests, found.info.decode_rows)
+        named = self.arguments(served_model_name="deepseek-v2")
+        self.assertEqual(options.deployment(named).model_id, "deepseek-v2")
+        with mock.patch.dict(os.environ, XPOOL_MODEL_ID="glm4-moe-lite"):
+            self.assertEqual(options.deployment(named).model_id, "glm4-moe-lite")
+        with mock.patch.dict(os.environ, XPOOL_MODEL_ID="nobody"):
+            self.refused("XPOOL_MODEL_ID=nobody is not a configured model")
+        self.refused("no configured model has the path", model_path=FOLDER.name)
+        self.refused("is not a folder on this machine", model_path="Qwen/Qwen3-0.6B")
+
+    def test_capacity(self):
+        self.refused("--max-running-requests gives 33 rows.*decode_rows", max_running_requests=33)
+        self.refused("--chunked-prefill-size gives 129 rows.*prefill_rows", chunked_prefill_size=129)
+        self.refused("chunked prefill must be on", chunked_prefill_size=-1)
+        self.refused("\\(TP, DP\\) = \\(2, 1\\), the plan of qwen3-moe has \\(1, 1\\)", tp_size=2)
+        self.refused("without --enable-dp-attention", dp_size=2, tp_size=2)
+
+    def test_options_that_do_not_go_together(self):
+        for name, value in (
+            ("device", "cuda"),
+            ("speculative_algorithm", "EAGLE"),
+            ("pp_size", 2),
+            ("ep_size", 2),
+            ("moe_a2a_backend", "deepep"),
+            ("quantization", "fp8"),
+            ("load_format", "gguf"),
+            ("enable_lora", True),
+            ("weight_loader_disable_mmap", True),
+            ("disaggregation_mode", "prefill"),
+            ("enable_two_batch_overlap", True),
+            ("model_impl", "transformers"),
+        ):
+            flag = "--" + name.replace("_", "-")
+            self.refused(f"{flag} {value} cannot be used with the xpool plugin: .+", **{name: value})
+
+    def test_every_named_argument_exists_and_its_default_is_allowed(self):
+        from xpool.sglang import options
+
+        options.refuse_unsupported(self.arguments())
+
+
+class Processes(unittest.TestCase):
+    """What ends a process ends it with a reason and a non-zero code; SGLang swallows exceptions."""
+
+    def run_python(self, text):
+        return subprocess.run(
+            [sys.executable, "-c", text],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(BUILD / "python")},
+        )
+
+    def test_another_release(self):
+        done = self.run_python(
+            "import sglang; sglang.__version__ = '0.5.12'\n"
+            "from xpool.sglang import plugin\n"
+            "try: plugin.install()\n"
+            "except Exception: pass\n"
+            "print('went on')\n"
+        )
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn("xpool: SGLang 0.5.12 is not supported: this plugin is for SGLang 0.5.13.post1", done.stderr)
+
+    def test_a_missed_hook(self):
+        done = self.run_python(
+            "from sglang.srt.server_args import ServerArgs; del ServerArgs.check_server_args\n"
+            "from xpool.sglang import plugin\n"
+            "try: plugin.install()\n"
+            "except Exception: pass\n"
+            "print('went on')\n"
+        )
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn("has no sglang.srt.server_args.ServerArgs.check_server_args", done.stderr)
+
+    def test_a_missing_library(self):
+        done = self.run_python(
+            "from pathlib import Path\n"
+            "from xpool import native; native.LIBRARY = Path('/nowhere/libxpool.so')\n"
+            "from xpool.sglang import plugin\n"
+            "try: plugin.install()\n"
+            "except Exception: pass\n"
+            "print('went on')\n"
+        )
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn("xpool: libxpool cannot be loaded: ", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

@@ -1,0 +1,486 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The daemon's side of Instances with ranks and with engines behind libxpool. A real daemon runs in
+ * a child process; agents and ranks are sockets of this test that speak the control channel by
+ * hand.
+ */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <netinet/in.h>
+#include <arpa/inet.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "config/config.h"
+#include "control/client.h"
+#include "control/daemon.h"
+#include "control/planner.h"
+#include "model/digest.h"
+#include "transport/transport.h"
+#include "wire/wire.h"
+
+#define PATIENCE_NS (20 * XP_NS_PER_S)
+#define ATN         2
+#define MODEL       XPOOL_SOURCE_DIR "/models/tales/qwen3-moe"
+
+typedef struct fixture {
+    char folder[64];
+    config_t *config;
+    plan_result_t *plan;
+    pid_t daemon;
+    int agents[ATN + 1]; /* AtnAgents, then the FfnAgent */
+    uint8_t digest[MODEL_DIGEST_BYTES];
+} fixture_t;
+
+/* ---- the wire, by hand -------------------------------------------------------------------- */
+
+static void say(int fd, const xpw_Envelope *envelope, const int *fds, uint32_t count)
+{
+    assert_int_equal(wire_send(fd, envelope, fds, count), XP_OK);
+}
+
+/* The next message but `skipped`; false when the daemon closed. */
+static bool hear(int fd, xpw_Envelope *envelope, wire_descriptors_t *fds)
+{
+    uint64_t deadline = xp_monotonic_ns() + PATIENCE_NS;
+    for (;;) {
+        fds->count = 0;
+        xp_status_t status = wire_receive(fd, envelope, fds);
+        if (status == XP_OK)
+            return true;
+        if (status != XP_RETRY)
+            return false;
+        if (xp_monotonic_ns() > deadline)
+            fail_msg("the daemon says nothing");
+        struct pollfd waiting = {.fd = fd, .events = POLLIN};
+        poll(&waiting, 1, 100);
+    }
+}
+
+static xpw_Envelope expect_with(int fd, pb_size_t body, wire_descriptors_t *fds)
+{
+    static xpw_Envelope envelope;
+    if (!hear(fd, &envelope, fds))
+        fail_msg("the daemon closed instead of sending %s", wire_body_name(body));
+    if (envelope.which_body != body)
+        fail_msg("%s instead of %s: %s", wire_body_name(envelope.which_body), wire_body_name(body),
+                 envelope.which_body == xpw_Envelope_refused_tag ? envelope.body.refused.reason
+                                                                 : "");
+    return envelope;
+}
+
+static xpw_Envelope expect(int fd, pb_size_t body)
+{
+    wire_descriptors_t fds;
+    xpw_Envelope envelope = expect_with(fd, body, &fds);
+    wire_descriptors_close(&fds);
+    return envelope;
+}
+
+static int connect_as(const fixture_t *f, xpw_Role role, const char *name, uint32_t rank,
+                      bool library)
+{
+    int fd;
+    assert_int_equal(wire_connect(f->config->daemon.socket, &fd), XP_OK);
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
+    xpw_Hello *hello = &envelope.body.hello;
+    hello->abi = WIRE_ABI;
+    snprintf(hello->version, sizeof(hello->version), "%s", XPOOL_VERSION);
+    hello->role = role;
+    snprintf(hello->name, sizeof(hello->name), "%s", name);
+    hello->rank = rank;
+    hello->library = library;
+    memcpy(hello->digest, f->config->digest, sizeof(hello->digest));
+    say(fd, &envelope, NULL, 0);
+    return fd;
+}
+
+static void expect_refused(int fd, const char *text)
+{
+    xpw_Envelope envelope = expect(fd, xpw_Envelope_refused_tag);
+    if (!strstr(envelope.body.refused.reason, text))
+        fail_msg("\"%s\" says nothing of \"%s\"", envelope.body.refused.reason, text);
+    close(fd);
+}
+
+static xpw_Envelope workload(const fixture_t *f, uint32_t tp, uint32_t dp)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_workload_tag};
+    xpw_Workload *w = &envelope.body.workload;
+    snprintf(w->engine, sizeof(w->engine), "test 1.0");
+    memcpy(w->checkpoint, f->digest, sizeof(w->checkpoint));
+    snprintf(w->path, sizeof(w->path), "/somewhere");
+    w->hidden = f->plan->models[0].spec.hidden;
+    w->layers = f->plan->models[0].spec.layers;
+    w->attention_tp = tp;
+    w->attention_dp = dp;
+    w->decode_rows = 32;
+    w->prefill_rows = 128;
+    return envelope;
+}
+
+/* Hello, Workload, Admitted, ArenaOffer, ArenaAttach (answered), Attached. */
+static int join_rank(const fixture_t *f, uint32_t rank, uint32_t tp, uint32_t dp)
+{
+    int fd = connect_as(f, xpw_Role_ROLE_INSTANCE, "m", rank, true);
+    xpw_Envelope envelope = workload(f, tp, dp);
+    say(fd, &envelope, NULL, 0);
+    xpw_Envelope answer = expect(fd, xpw_Envelope_admitted_tag);
+    const xpw_Admitted *admitted = &answer.body.admitted;
+    assert_int_equal(admitted->atn_index, rank);
+    assert_int_equal(admitted->dp_size, dp);
+    assert_int_equal(admitted->max_rows, 128);
+    transport_geometry_t geometry = {.hidden = admitted->hidden,
+                                     .max_rows = admitted->max_rows,
+                                     .dtype = XP_DTYPE_F32,
+                                     .dp_size = dp};
+    transport_client_t *transport;
+    assert_int_equal(transport_client_create(&geometry, 0, &transport), XP_OK);
+    xpw_Envelope offer = {.which_body = xpw_Envelope_arena_offer_tag};
+    offer.body.arena_offer.hidden = geometry.hidden;
+    offer.body.arena_offer.max_rows = geometry.max_rows;
+    offer.body.arena_offer.dtype = XP_DTYPE_F32;
+    int arena = transport_client_fd(transport);
+    say(fd, &offer, &arena, 1);
+    wire_descriptors_t fds;
+    xpw_Envelope attach = expect_with(f->agents[rank], xpw_Envelope_arena_attach_tag, &fds);
+    assert_int_equal(fds.count, 1);
+    wire_descriptors_close(&fds);
+    assert_int_equal(attach.body.arena_attach.rank, rank);
+    assert_int_equal(attach.body.arena_attach.dp_size, dp);
+    xpw_Envelope attached = {.which_body = xpw_Envelope_arena_attached_tag};
+    attached.body.arena_attached.rank = rank;
+    attached.body.arena_attached.lease = attach.body.arena_attach.lease;
+    say(f->agents[rank], &attached, NULL, 0);
+    xpw_Envelope doorbell = expect(fd, xpw_Envelope_attached_tag);
+    assert_int_equal(doorbell.body.attached.atn_pe, rank);
+    transport_client_destroy(transport);
+    return fd;
+}
+
+static void initialized(int fd, uint16_t port)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_initialized_tag};
+    snprintf(envelope.body.initialized.host, sizeof(envelope.body.initialized.host), "0.0.0.0");
+    envelope.body.initialized.port = port;
+    envelope.body.initialized.weight_bytes = 1000;
+    say(fd, &envelope, NULL, 0);
+}
+
+static bool silent(int fd)
+{
+    struct pollfd waiting = {.fd = fd, .events = POLLIN};
+    return poll(&waiting, 1, 200) == 0;
+}
+
+static xpw_Verdict verdict_of(const fixture_t *f)
+{
+    static xpw_Envelope answer;
+    xpw_Envelope question = {.which_body = xpw_Envelope_check_tag};
+    assert_int_equal(client_ask(f->config, "test", &question, xpw_Envelope_verdict_tag,
+                                5 * XP_NS_PER_S, &answer),
+                     XP_OK);
+    return answer.body.verdict;
+}
+
+static void wait_reason(const fixture_t *f, const char *text)
+{
+    uint64_t deadline = xp_monotonic_ns() + PATIENCE_NS;
+    for (;;) {
+        xpw_Verdict verdict = verdict_of(f);
+        if (!text && verdict.system_ready)
+            return;
+        for (pb_size_t i = 0; text && i < verdict.reasons_count; i++)
+            if (strstr(verdict.reasons[i], text))
+                return;
+        if (xp_monotonic_ns() > deadline)
+            fail_msg("not %s, but: %s", text ? text : "ready",
+                     verdict.reasons_count ? verdict.reasons[0] : "ready");
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+}
+
+/* ---- a health that answers when it is told to --------------------------------------------------
+ */
+
+static int listen_health(uint16_t *port_out)
+{
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof(address);
+    assert_int_equal(bind(fd, (struct sockaddr *)&address, size), 0);
+    assert_int_equal(listen(fd, 8), 0);
+    assert_int_equal(getsockname(fd, (struct sockaddr *)&address, &size), 0);
+    *port_out = ntohs(address.sin_port);
+    return fd;
+}
+
+static void answer_health(int listener, const char *line)
+{
+    char request[1024], answer[128];
+    struct pollfd waiting = {.fd = listener, .events = POLLIN};
+    assert_int_equal(poll(&waiting, 1, 20000), 1);
+    int fd = accept(listener, NULL, NULL);
+    ssize_t got = read(fd, request, sizeof(request) - 1);
+    assert_true(got > 0);
+    request[got] = '\0';
+    assert_non_null(strstr(request, "GET /health "));
+    int length = snprintf(answer, sizeof(answer), "HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n", line);
+    assert_int_equal(write(fd, answer, (size_t)length), length);
+    close(fd);
+}
+
+/* ---- system ------------------------------------------------------------------------------------
+ */
+
+static uint16_t free_port(void)
+{
+    uint16_t port;
+    close(listen_health(&port));
+    return port;
+}
+
+/* The daemon, and agents that joined and can execute. `setting`: more of the [[models]] entry. */
+static void start(fixture_t *f, const char *setting)
+{
+    char path[128], socket_path[128], http[64];
+    *f = (fixture_t){.daemon = 0};
+    snprintf(f->folder, sizeof(f->folder), "/tmp/xpool-ranks-XXXXXX");
+    assert_non_null(mkdtemp(f->folder));
+    snprintf(path, sizeof(path), "%s/c.toml", f->folder);
+    snprintf(socket_path, sizeof(socket_path), "%s/d.sock", f->folder);
+    snprintf(http, sizeof(http), "127.0.0.1:%u", free_port());
+    FILE *file = fopen(path, "w");
+    fprintf(file,
+            "daemon.socket = '%s'\ndaemon.http = '%s'\natn.devices = ['cpu:0', 'cpu:1']\n"
+            "ffn.devices = ['cpu:2']\nlogging.level = 'error'\ndeadlines.drain = 5\n"
+            "[devices.'cpu:0']\nmemory = '256MiB'\n[devices.'cpu:1']\nmemory = '256MiB'\n"
+            "[devices.'cpu:2']\nmemory = '256MiB'\n"
+            "[[models]]\nid = 'm'\npath = '%s'\n%s\n",
+            socket_path, http, MODEL, setting);
+    fclose(file);
+    config_overrides_t overrides = {.config_path = path};
+    assert_int_equal(config_load(&overrides, &f->config), XP_OK);
+    assert_int_equal(planner_make(f->config, 1, &f->plan), XP_OK);
+    assert_int_equal(model_checkpoint_digest(MODEL, f->digest), XP_OK);
+    f->daemon = fork();
+    if (f->daemon == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        xp_log_configure(f->config->logging.level, f->config->logging.format,
+                         f->config->logging.color);
+        _exit(daemon_run(f->config));
+    }
+    uint64_t deadline = xp_monotonic_ns() + PATIENCE_NS;
+    int fd;
+    while (wire_connect(f->config->daemon.socket, &fd) != XP_OK) {
+        assert_true(xp_monotonic_ns() < deadline);
+        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+    }
+    close(fd);
+    for (uint32_t a = 0; a < ATN; a++)
+        f->agents[a] = connect_as(f, xpw_Role_ROLE_ATNAGENT, f->config->atn[a].name, 0, false);
+    f->agents[ATN] = connect_as(f, xpw_Role_ROLE_FFNAGENT, f->config->ffn[0].name, 0, false);
+    for (uint32_t a = 0; a <= ATN; a++) {
+        expect(f->agents[a], xpw_Envelope_join_tag);
+        xpw_Envelope joined = {.which_body = xpw_Envelope_joined_tag};
+        joined.body.joined.generation = 1;
+        say(f->agents[a], &joined, NULL, 0);
+    }
+    expect(f->agents[ATN], xpw_Envelope_prepare_tag);
+    xpw_Envelope executable = {.which_body = xpw_Envelope_executable_tag};
+    say(f->agents[ATN], &executable, NULL, 0);
+}
+
+static void send_down(const fixture_t *f)
+{
+    assert_int_equal(kill(f->daemon, SIGTERM), 0);
+}
+
+/* The agents end in order; the daemon's exit code. */
+static int finish(fixture_t *f)
+{
+    for (uint32_t a = 0; a <= ATN; a++) {
+        xpw_Envelope stop;
+        do
+            stop = expect(f->agents[a], xpw_Envelope_stop_tag);
+        while (stop.body.stop.phase != xpw_StopPhase_STOP_FINALIZE);
+        xpw_Envelope bye = {.which_body = xpw_Envelope_bye_tag};
+        say(f->agents[a], &bye, NULL, 0);
+        close(f->agents[a]);
+    }
+    int wait_status = 0;
+    assert_int_equal(waitpid(f->daemon, &wait_status, 0), f->daemon);
+    char command[128];
+    snprintf(command, sizeof(command), "rm -rf %s", f->folder);
+    assert_int_equal(system(command), 0);
+    planner_free(f->plan);
+    config_destroy(f->config);
+    return WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : -1;
+}
+
+static void expect_stop(int fd, xpw_StopPhase phase)
+{
+    xpw_Envelope stop = expect(fd, xpw_Envelope_stop_tag);
+    assert_int_equal(stop.body.stop.phase, phase);
+}
+
+static void expect_detached(int agent, uint32_t rank)
+{
+    xpw_Envelope detach = expect(agent, xpw_Envelope_arena_detach_tag);
+    assert_int_equal(detach.body.arena_detach.rank, rank);
+}
+
+/* ---- tests -------------------------------------------------------------------------------------
+ */
+
+static void
+an_instance_serves_when_all_ranks_are_past_the_barrier_and_its_health_answered(void **state)
+{
+    (void)state;
+    fixture_t f;
+    uint16_t port;
+    int listener = listen_health(&port);
+    start(&f, "engine = 'sglang'\nattention_tp = 2");
+    int first = join_rank(&f, 0, 2, 1);
+    assert_true(silent(first)); /* its calls would wait for the other's */
+    int second = join_rank(&f, 1, 2, 1);
+    expect(first, xpw_Envelope_initialize_tag);
+    expect(second, xpw_Envelope_initialize_tag);
+    initialized(first, port);
+    wait_reason(&f, "initialising");
+    initialized(second, port);
+    wait_reason(&f, "waiting for its HTTP /health");
+    answer_health(listener, "503 Service Unavailable");
+    wait_reason(&f, "waiting for its HTTP /health");
+    answer_health(listener, "200 OK");
+    wait_reason(&f, NULL);
+    assert_true(verdict_of(&f).serving_healthy);
+
+    /* The ordered end: a library's ranks go without a word, and that is in order. */
+    send_down(&f);
+    expect_stop(first, xpw_StopPhase_STOP_QUIESCE);
+    expect_stop(first, xpw_StopPhase_STOP_DRAIN);
+    expect_stop(second, xpw_StopPhase_STOP_QUIESCE);
+    expect_stop(second, xpw_StopPhase_STOP_DRAIN);
+    /* Until its socket closes a rank keeps its arena, whatever it says. */
+    xpw_Envelope bye = {.which_body = xpw_Envelope_bye_tag};
+    say(first, &bye, NULL, 0);
+    assert_true(silent(f.agents[0]));
+    close(second);
+    expect_detached(f.agents[1], 1);
+    expect_detached(f.agents[0], 0);
+    close(first);
+    assert_int_equal(finish(&f), 0);
+    close(listener);
+}
+
+static void one_ranks_death_is_the_instances(void **state)
+{
+    (void)state;
+    fixture_t f;
+    start(&f, "engine = 'sglang'\nattention_dp = 2");
+    int first = join_rank(&f, 0, 1, 2), second = join_rank(&f, 1, 1, 2);
+    expect(first, xpw_Envelope_initialize_tag);
+    expect(second, xpw_Envelope_initialize_tag);
+    initialized(first, 0);
+    initialized(second, 0); /* an engine without HTTP has no health to wait for */
+    wait_reason(&f, NULL);
+
+    close(second);
+    expect_detached(f.agents[1], 1);
+    expect_detached(f.agents[0], 0);
+    expect_stop(first, xpw_StopPhase_STOP_FINALIZE);
+    wait_reason(&f, "rank 1");
+    expect_refused(connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 1, true), "has not ended yet");
+    close(first);
+
+    /* It may come back. */
+    first = -1;
+    for (int i = 0; i < 100 && first < 0; i++) {
+        int fd = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true);
+        if (silent(fd))
+            first = fd;
+        else
+            expect_refused(fd, "has not ended yet");
+    }
+    assert_true(first >= 0);
+    xpw_Envelope envelope = workload(&f, 1, 2);
+    say(first, &envelope, NULL, 0);
+    expect(first, xpw_Envelope_admitted_tag);
+    close(first);
+    wait_reason(&f, "rank 0");
+    send_down(&f);
+    assert_int_equal(finish(&f), 0);
+}
+
+static void workloads_that_differ_are_refused_by_name(void **state)
+{
+    (void)state;
+    fixture_t f;
+    start(&f, "engine = 'sglang'");
+    expect_refused(connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, false), "models[m].engine");
+    expect_refused(connect_as(&f, xpw_Role_ROLE_INSTANCE, "x", 0, true), "models[].id");
+    expect_refused(connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 1, true), "attention_tp");
+    static const char *const texts[] = {
+        "models[m].path",   "layers of width",        "layers of width",       "attention_tp = 1",
+        "attention_dp = 1", "--max-running-requests", "--chunked-prefill-size"};
+    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
+        int fd = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true);
+        xpw_Envelope envelope = workload(&f, 1, 1);
+        xpw_Workload *w = &envelope.body.workload;
+        w->checkpoint[5] ^= i == 0;
+        w->hidden += i == 1;
+        w->layers += i == 2;
+        w->attention_tp += i == 3;
+        w->attention_dp += i == 4;
+        w->decode_rows = i == 5 ? 129 : 32;
+        w->prefill_rows = i == 6 ? 129 : 128;
+        say(fd, &envelope, NULL, 0);
+        expect_refused(fd, texts[i]);
+    }
+    wait_reason(&f, "chunked-prefill-size"); /* the model says why it is not there */
+    int first = join_rank(&f, 0, 1, 1);
+    expect_refused(connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true),
+                   "already has its Instance");
+    close(first);
+    expect_detached(f.agents[0], 0);
+    send_down(&f);
+    assert_int_equal(finish(&f), 0);
+}
+
+static void another_engine_cannot_be_the_native_one(void **state)
+{
+    (void)state;
+    fixture_t f;
+    start(&f, "");
+    expect_refused(connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true), "\"native\"");
+    send_down(&f);
+    assert_int_equal(finish(&f), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(
+            an_instance_serves_when_all_ranks_are_past_the_barrier_and_its_health_answered),
+        cmocka_unit_test(one_ranks_death_is_the_instances),
+        cmocka_unit_test(workloads_that_differ_are_refused_by_name),
+        cmocka_unit_test(another_engine_cannot_be_the_native_one),
+    };
+    unsetenv("XPOOL_UNDER_UP");
+    signal(SIGPIPE, SIG_IGN);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
