@@ -278,10 +278,11 @@ int main(void)
 
     if (cpus >= 3) {
         times = bench_three(FABRIC_FORM_AUTO, 1, 0, UINT32_MAX, samples, BENCH_SLEEP_CALLS);
-        snprintf(note, sizeof(note),
-                 "P50, eager, 1 row, P99 %.1f us; as hop.cpu.sleep_us, but placed by the kernel, as "
-                 "agents are that nobody pins",
-                 times.p99_us);
+        snprintf(
+            note, sizeof(note),
+            "P50, eager, 1 row, P99 %.1f us; as hop.cpu.sleep_us, but placed by the kernel, as "
+            "agents are that nobody pins",
+            times.p99_us);
         print_row("hop.cpu.sleep_placed_us", times.p50_us, 2 * placed.p50_us, NULL, note);
     }
 

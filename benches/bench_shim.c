@@ -15,9 +15,9 @@
 #include "pingpong.h"
 #include "xpool/xpool.h"
 
-#define SHIM_MAX_ROWS 512
-#define SHIM_CALLS    3000
-#define SHIM_BULK     200 /* calls of many rows */
+#define SHIM_MAX_ROWS 128
+#define SHIM_CALLS    2000
+#define SHIM_BULK     100 /* calls of many rows */
 
 typedef struct shim {
     const char *label; /* in the metric's name */
@@ -121,7 +121,7 @@ static void shim_row(const shim_t *shim, uint32_t rows, double floor_us)
 
 int main(int argc, char **argv)
 {
-    static const uint32_t rows[] = {1, 16, 128, SHIM_MAX_ROWS};
+    static const uint32_t rows[] = {1, 16, SHIM_MAX_ROWS};
     if (argc < 4 || argc % 2) {
         fprintf(stderr, "usage: bench_shim CONFIG (LABEL MODEL)...\n");
         return 2;

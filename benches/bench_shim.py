@@ -4,6 +4,7 @@ docs/results/shim.json: what one FFN call through libxpool costs over the same l
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,14 +18,16 @@ BUILD = harness.XPOOL.parent.parent
 
 
 def main():
+    # A run that is cut off takes its processes along.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))
     with tempfile.TemporaryDirectory(prefix="xpool-shim-") as folder:
         dense = pathlib.Path(folder) / "dense"
         command = [harness.XPOOL, "model", "synth", "--arch", "qwen3", "--out", dense, "--layers", "8"]
         command += ["--hidden", "1024", "--intermediate", "3072", "--heads", "16", "--head-dim", "64"]
         subprocess.run([*map(str, command), "--dtype", "bf16"], check=True, stdout=subprocess.DEVNULL)
         models = [
-            harness.model("moe", engine="sglang", prefill_rows=512),
-            harness.model("dense", dense, engine="sglang", prefill_rows=512),
+            harness.model("moe", engine="sglang", prefill_rows=128),
+            harness.model("dense", dense, engine="sglang", prefill_rows=128),
         ]
         with harness.System(models) as system:
             commands = [["daemon", "serve"], ["atnagent", "--device", "cpu:0"], ["ffnagent", "--device", "cpu:1"]]

@@ -26,7 +26,7 @@
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
         if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s: %s failed (line %d): %s\n", __FILE__, #condition, __LINE__,            \
+            fprintf(stderr, "%s: %s failed (line %d): %s\n", __FILE__, #condition, __LINE__,       \
                     xp_error_last()->text);                                                        \
             exit(1);                                                                               \
         }                                                                                          \

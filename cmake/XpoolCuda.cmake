@@ -39,9 +39,7 @@ set(XPOOL_NVCC_FLAGS -std=c++17 -O3 -lineinfo --Werror all-warnings -Xcompiler -
 foreach(architecture ${XPOOL_CUDA_ARCHITECTURES})
   list(APPEND XPOOL_NVCC_FLAGS -gencode arch=compute_${architecture},code=sm_${architecture})
 endforeach()
-get_filename_component(xpool_cuda_bin "${XPOOL_NVCC}" DIRECTORY)
-find_program(XPOOL_CUOBJDUMP cuobjdump HINTS ${xpool_cuda_bin})
-set_property(GLOBAL PROPERTY XPOOL_FATBINS "")
+set_property(GLOBAL PROPERTY XPOOL_CUDA_SOURCES "")
 
 function(xpool_cuda_images target prefix)
   foreach(source ${ARGN})
@@ -62,7 +60,7 @@ function(xpool_cuda_images target prefix)
 extern const unsigned char cuda_image_${image}_begin[], cuda_image_${image}_end[];
 const cuda_image_t cuda_image_${image} = {\"${image}\", cuda_image_${image}_begin,
                                           cuda_image_${image}_end};\n")
-      set_property(GLOBAL APPEND PROPERTY XPOOL_FATBINS ${fatbin})
+      set_property(GLOBAL APPEND PROPERTY XPOOL_CUDA_SOURCES ${source})
       set_source_files_properties(${carrier} PROPERTIES OBJECT_DEPENDS ${fatbin})
     else()
       set(text "const cuda_image_t cuda_image_${image} = {\"${image}\", 0, 0};\n")
@@ -83,15 +81,16 @@ function(xpool_cuda_module module)
   xpool_cuda_images(xpool_${module} ${module} ${device})
 endfunction()
 
-# After all modules: what each kernel takes.
+# After all modules: what each of their kernels takes, as the compiler says it.
 function(xpool_cuda_report)
-  get_property(fatbins GLOBAL PROPERTY XPOOL_FATBINS)
-  if(fatbins AND XPOOL_CUOBJDUMP)
+  get_property(sources GLOBAL PROPERTY XPOOL_CUDA_SOURCES)
+  if(sources)
     set(commands)
-    foreach(fatbin ${fatbins})
-      list(APPEND commands COMMAND ${CMAKE_COMMAND} -E echo ${fatbin}
-           COMMAND ${XPOOL_CUOBJDUMP} -res-usage ${fatbin})
+    foreach(source ${sources})
+      list(APPEND commands COMMAND ${CMAKE_COMMAND} -E echo ${source}
+           COMMAND ${XPOOL_NVCC} ${XPOOL_NVCC_FLAGS} --resource-usage -fatbin
+                   -o ${CMAKE_BINARY_DIR}/cuda/resources.tmp ${source})
     endforeach()
-    add_custom_target(cuda-resources ${commands} DEPENDS ${fatbins} VERBATIM)
+    add_custom_target(cuda-resources ${commands} VERBATIM)
   endif()
 endfunction()

@@ -50,7 +50,7 @@ static const char usage_text[] =
 typedef struct options {
     const char *config, *model, *checkpoint, *engine, *input, *output, *dp_rows;
     uint32_t rank, rows, seed, dtype, steps, step_kind, execution;
-    long layer; /* -1: all */
+    long layer;                                             /* -1: all */
     long hidden, layers, tp, dp, decode_rows, prefill_rows; /* -1: as the configuration says */
     int serve, quiet;
 } options_t;
@@ -198,7 +198,8 @@ static uint32_t told_to_end(ending_t *ending, int wait)
     return kind;
 }
 
-/* ---- /health: all that the daemon asks of an engine's HTTP server ------------------------------ */
+/* ---- /health: all that the daemon asks of an engine's HTTP server ------------------------------
+ */
 
 static void *health_main(void *context)
 {
@@ -210,8 +211,7 @@ static void *health_main(void *context)
         int peer = accept(listener, NULL, NULL);
         if (peer < 0)
             return NULL;
-        if (read(peer, request, sizeof(request)) > 0 &&
-            write(peer, answer, sizeof(answer) - 1) < 0)
+        if (read(peer, request, sizeof(request)) > 0 && write(peer, answer, sizeof(answer) - 1) < 0)
             perror("engine: /health");
         close(peer);
     }
@@ -256,9 +256,9 @@ static void seeded_rows(uint32_t seed, uint32_t dtype, size_t elements, void *ro
         else if (value == 0)
             ((uint16_t *)rows)[i] = 0;
         else
-            ((uint16_t *)rows)[i] = (uint16_t)((bits >> 16 & 0x8000u) |
-                                               (((bits >> 23 & 0xffu) - 112u) << 10) |
-                                               (bits >> 13 & 0x3ffu));
+            ((uint16_t *)rows)[i] =
+                (uint16_t)((bits >> 16 & 0x8000u) | (((bits >> 23 & 0xffu) - 112u) << 10) |
+                           (bits >> 13 & 0x3ffu));
     }
 }
 
@@ -308,9 +308,8 @@ static xpool_status_t open_rank(engine_t *engine)
     rank.model_id = options->model;
     rank.rank = options->rank;
     rank.engine = options->engine;
-    rank.checkpoint = options->checkpoint
-                          ? options->checkpoint
-                          : xpool_config_model_path(engine->config, options->model);
+    rank.checkpoint = options->checkpoint ? options->checkpoint
+                                          : xpool_config_model_path(engine->config, options->model);
     rank.hidden = or_default(options->hidden, engine->info.hidden);
     rank.layers = or_default(options->layers, engine->info.layers);
     rank.attention_tp = or_default(options->tp, engine->info.attention_tp);
@@ -368,7 +367,8 @@ static int call_layer(engine_t *engine, uint32_t layer)
     clock_gettime(CLOCK_MONOTONIC, &after);
     if (status != XPOOL_OK)
         return report("xpool_rank_ffn", status) ? 1 : 2;
-    if (engine->output && fwrite(engine->answer, 1, engine->bytes, engine->output) != engine->bytes) {
+    if (engine->output &&
+        fwrite(engine->answer, 1, engine->bytes, engine->output) != engine->bytes) {
         perror("engine: --output");
         return 1;
     }

@@ -64,4 +64,8 @@ for bug in BUG_RELEASE_WITHOUT_ACK BUG_ABANDON_WITHOUT_INPUT BUG_ABANDON_IS_IDLE
     BUG_COMMIT_BEFORE_PARTIALS; do
     planted lane $bug
 done
-echo "verify: both models hold and every planted mistake was found"
+clean slot
+for bug in BUG_NO_TURN BUG_UNMAP_AT_TIMEOUT BUG_KEEP_AFTER_DETACH; do
+    planted slot $bug
+done
+echo "verify: all models hold and every planted mistake was found"

@@ -4,7 +4,7 @@
  * same run as the floor. Every series goes round over distinct layers of more than four times the
  * L2 in all.
  *
- * usage: cuda_ffn_bench [quick]
+ * usage: cuda_ffn_bench [quick] [dense-decode] [moe-decode] [dense-prefill] [moe-prefill]
  * Rows go to stdout as lines of JSON; benches/cuda/ffn_on_device makes the file.
  */
 #include <math.h>
@@ -390,17 +390,33 @@ static void bench_moe_prefill(ffn_kit_t *kit)
     ffn_kit_model_free(kit, &m);
 }
 
+static bool wanted(int count, char **arguments, const char *group)
+{
+    bool any = false;
+    for (int i = 1; i < count; i++) {
+        if (strcmp(arguments[i], group) == 0)
+            return true;
+        any = any || strcmp(arguments[i], "quick") != 0;
+    }
+    return !any;
+}
+
 int main(int count, char **arguments)
 {
     ffn_kit_t kit;
-    quick = count > 1 && strcmp(arguments[1], "quick") == 0;
+    for (int i = 1; i < count; i++)
+        quick = quick || strcmp(arguments[i], "quick") == 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     ffn_kit_open(&kit, 0);
     measure_copy(&kit);
-    bench_dense_decode(&kit);
-    bench_moe_decode(&kit);
-    bench_dense_prefill(&kit);
-    bench_moe_prefill(&kit);
+    if (wanted(count, arguments, "dense-decode"))
+        bench_dense_decode(&kit);
+    if (wanted(count, arguments, "moe-decode"))
+        bench_moe_decode(&kit);
+    if (wanted(count, arguments, "dense-prefill"))
+        bench_dense_prefill(&kit);
+    if (wanted(count, arguments, "moe-prefill"))
+        bench_moe_prefill(&kit);
     ffn_kit_close(&kit);
     return 0;
 }

@@ -40,15 +40,15 @@ extern "C" {
 
 typedef enum xpool_status {
     XPOOL_OK = 0,
-    XPOOL_RETRY = 1,       /* not now */
-    XPOOL_TIMEOUT = 2,     /* the deadline passed; the rank is unusable from then on */
-    XPOOL_CLOSED = 3,      /* an ordered end */
-    XPOOL_INVALID = 4,     /* wrong arguments or configuration; nothing was published */
+    XPOOL_RETRY = 1,   /* not now */
+    XPOOL_TIMEOUT = 2, /* the deadline passed; the rank is unusable from then on */
+    XPOOL_CLOSED = 3,  /* an ordered end */
+    XPOOL_INVALID = 4, /* wrong arguments or configuration; nothing was published */
     XPOOL_NOT_FOUND = 5,
     XPOOL_UNSUPPORTED = 6,
     XPOOL_NO_MEMORY = 7,
-    XPOOL_REFUSED = 8,     /* the daemon refused this rank; the text says why */
-    XPOOL_FAILED = 9       /* the Generation failed; the text is the canonical failure */
+    XPOOL_REFUSED = 8, /* the daemon refused this rank; the text says why */
+    XPOOL_FAILED = 9   /* the Generation failed; the text is the canonical failure */
 } xpool_status_t;
 
 typedef enum xpool_dtype { XPOOL_F32 = 0, XPOOL_F16 = 1, XPOOL_BF16 = 2 } xpool_dtype_t;
@@ -83,15 +83,15 @@ XPOOL_API const char *xpool_config_model_path(const xpool_config_t *config, cons
 
 typedef struct xpool_model_info {
     uint32_t struct_bytes;
-    char architecture[64];    /* config.json's architectures[0] */
-    char engine[16];          /* models[].engine: "native", "sglang" */
+    char architecture[64]; /* config.json's architectures[0] */
+    char engine[16];       /* models[].engine: "native", "sglang" */
     uint32_t hidden, layers;
     uint32_t attention_tp, attention_dp;
     uint32_t decode_rows, prefill_rows;
     /* The three below come from the plan (computed without the daemon; nothing is started). */
-    uint32_t max_rows;        /* rows of one xpool_rank_ffn call, at most */
-    uint32_t max_context;     /* tokens one request may have */
-    uint32_t kv_tokens;       /* KV Cache capacity of each rank */
+    uint32_t max_rows;    /* rows of one xpool_rank_ffn call, at most */
+    uint32_t max_context; /* tokens one request may have */
+    uint32_t kv_tokens;   /* KV Cache capacity of each rank */
 } xpool_model_info_t;
 /* Reads the checkpoints' headers and plans; seconds at most. */
 XPOOL_API xpool_status_t xpool_config_model_info(const xpool_config_t *config, const char *model_id,
@@ -118,13 +118,13 @@ typedef struct xpool_rank_options {
     uint32_t rank; /* attention DP rank * attention_tp + attention TP rank */
     /* The engine's resolved workload; refused when it differs from configuration or checkpoint, or
      * when the plan's capacity is too small for it. */
-    const char *engine;        /* name and release, e.g. "sglang 0.5.13.post1" */
-    const char *checkpoint;    /* the folder or file the engine loads; compared with the plan's */
+    const char *engine;     /* name and release, e.g. "sglang 0.5.13.post1" */
+    const char *checkpoint; /* the folder or file the engine loads; compared with the plan's */
     uint32_t hidden, layers;
     uint32_t attention_tp, attention_dp;
-    uint32_t decode_rows;      /* most rows of a decode step */
-    uint32_t prefill_rows;     /* most rows of a prefill step */
-    uint32_t dtype;            /* xpool_dtype_t of the rows handed over */
+    uint32_t decode_rows;  /* most rows of a decode step */
+    uint32_t prefill_rows; /* most rows of a prefill step */
+    uint32_t dtype;        /* xpool_dtype_t of the rows handed over */
     /* Called on the library's thread, for each kind at most once. `text` says why and is valid
      * during the call. May be NULL; calls then fail and xpool_rank_state() tells. Must not call
      * xpool_rank_close(). */
@@ -177,7 +177,7 @@ typedef struct xpool_rank_state {
     uint32_t ended;      /* 0, or xpool_end_t */
     uint64_t ffn_calls, ffn_rows;
     uint64_t ffn_wait_ns; /* total time spent waiting for answers */
-    char failure[512]; /* why, when it ended by failure */
+    char failure[512];    /* why, when it ended by failure */
 } xpool_rank_state_t;
 XPOOL_API void xpool_rank_state(const xpool_rank_t *rank, xpool_rank_state_t *state_out);
 

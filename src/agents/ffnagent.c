@@ -56,7 +56,7 @@ static void describe(void *context, uint32_t weights, uint32_t layer, uint32_t r
     uint32_t template, capacity;
     if (ffn_runtime_describe(self->runtime, weights, layer, rows, &template, &capacity) != XP_OK)
         return;
-    record->graph_template = (uint16_t)template;
+    record->graph_template = (uint16_t) template;
     record->capacity = capacity;
 }
 
@@ -121,9 +121,12 @@ static xp_status_t load_job(void *context)
         .lanes = self->plan->lanes,
         .memory_bytes = self->memory_bytes,
         .zero_output = zero && strcmp(zero, "1") == 0,
+        .zero_path = zero && zero[0] == '/' ? zero : NULL,
     };
     if (runtime_config.zero_output)
         xp_log_warn("XPOOL_TEST_ZERO_FFN is set: every FFN result is zero, the text is garbage");
+    if (runtime_config.zero_path)
+        xp_log_warn("XPOOL_TEST_ZERO_FFN is set: FFN results are zero while %s exists", zero);
     plan_widths(self, &runtime_config.max_rows);
     XP_TRY(ffn_runtime_create(&runtime_config, &self->runtime));
     for (uint32_t w = 0; w < self->plan->weights_count; w++) {

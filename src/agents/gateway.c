@@ -14,6 +14,8 @@
 #include "http/gateway.h"
 
 #define STATS_PERIOD_MS   500
+#define LINGER_MS         150 /* after a failure */
+#define TELL_AFTER_MS     100 /* of it, for answers that Instances still end by themselves */
 #define DRAIN_PERIOD_MS   20
 #define DRAIN_DEFAULT_S   3 /* where a Stop names no limit */
 #define DRAIN_SHARE_OF_10 8 /* of the limit; the rest is for ending, before the daemon kills */
@@ -71,6 +73,13 @@ static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
     on_drain(-1, 0, self);
 }
 
+/* Whoever still waits for an answer is told, before this process ends. */
+static void on_failed(void *context)
+{
+    gateway_t *self = context;
+    http_gateway_fail(self->http, "the system has failed; its log says why", TELL_AFTER_MS);
+}
+
 static void on_stats(evutil_socket_t fd, short events, void *context)
 {
     gateway_t *self = context;
@@ -92,8 +101,11 @@ int gateway_run(const config_t *config)
     gateway_t *self = calloc(1, sizeof(*self));
     if (!self)
         return 1;
-    participant_handlers_t handlers = {
-        .message = on_message, .stop = on_stop, .context = self, .linger_ms = 150};
+    participant_handlers_t handlers = {.message = on_message,
+                                       .stop = on_stop,
+                                       .failed = on_failed,
+                                       .context = self,
+                                       .linger_ms = LINGER_MS};
     self->stop_limit_ns = (uint64_t)(config->deadlines.stop * (double)XP_NS_PER_S);
     http_gateway_config_t http = {
         .host = self->host,

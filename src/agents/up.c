@@ -309,6 +309,27 @@ static void check_ready(up_t *up, uint64_t started_ns)
     }
 }
 
+/* A start that does not come to its end: the deadlines of its parts have passed one after the
+ * other, and something (an engine that never registered, say) is still awaited. */
+static void check_start(up_t *up, uint64_t started_ns)
+{
+    const config_t *config = up->config;
+    double limit = config->deadlines.registration + 2 * config->deadlines.startup;
+    if ((double)(xp_monotonic_ns() - started_ns) / 1e9 < limit)
+        return;
+    xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag}, answer;
+    snprintf(report.body.fail_report.who, sizeof(report.body.fail_report.who), "up");
+    snprintf(report.body.fail_report.what, sizeof(report.body.fail_report.what),
+             "not ready within %g s (deadlines.registration and twice deadlines.startup); waits "
+             "for: %.250s",
+             limit, up->last_reason);
+    xp_log_err("%s", report.body.fail_report.what);
+    up->failed = true;
+    up->exit_code = 1;
+    client_ask(config, "up", &report, xpw_Envelope_failure_tag, 300 * XP_NS_PER_MS, &answer);
+    begin_force(up, UP_GRACE_NS);
+}
+
 static void on_stop_signal(up_t *up, int signal_number)
 {
     if (up->interrupted) {
@@ -379,6 +400,8 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
         if (!up->ready && !up->stopping && !up->failed && now >= next_check_ns) {
             next_check_ns = now + UP_CHECK_NS;
             check_ready(up, started_ns);
+            if (!up->ready)
+                check_start(up, started_ns);
         }
     }
     int exit_code = up->exit_code;

@@ -42,8 +42,7 @@ static bool print_header(const char *path, const observe_header_t *header)
 {
     return print_line(json_pack("{s:s, s:s, s:s, s:I, s:I}", "file", path, "role",
                                 observe_role_name(header->role), "name", header->name, "pid",
-                                (json_int_t)header->pid, "capacity",
-                                (json_int_t)header->capacity));
+                                (json_int_t)header->pid, "capacity", (json_int_t)header->capacity));
 }
 
 static bool print_record(const observe_header_t *header, const observe_record_t *record)
@@ -53,12 +52,11 @@ static bool print_record(const observe_header_t *header, const observe_record_t 
     double time = (double)((int64_t)record->end_ns + header->realtime_offset_ns) / 1e9;
     const char *model =
         record->instance < header->instances ? header->instance[record->instance] : "";
-    json_t *line = json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:f, s:I}", "role",
-                             observe_role_name(header->role), "name", header->name, "model", model,
-                             "rank", (json_int_t)record->rank, "layer", (json_int_t)record->layer,
-                             "rows", (json_int_t)record->rows, "sequence",
-                             (json_int_t)record->sequence, "time", time, "ns",
-                             (json_int_t)record->duration_ns);
+    json_t *line = json_pack(
+        "{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:f, s:I}", "role", observe_role_name(header->role),
+        "name", header->name, "model", model, "rank", (json_int_t)record->rank, "layer",
+        (json_int_t)record->layer, "rows", (json_int_t)record->rows, "sequence",
+        (json_int_t)record->sequence, "time", time, "ns", (json_int_t)record->duration_ns);
     if (header->role == OBSERVE_RANK)
         json_object_set_new(line, "execution",
                             json_string(named(executions, 3, record->execution)));

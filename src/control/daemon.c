@@ -169,6 +169,7 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out)
     verdict.serving_healthy = verdict.fabric_executable;
     for (uint32_t i = 0; i < daemon->config->model_count; i++) {
         const daemon_instance_t *instance = &daemon->instances[i];
+        char progress[128];
         if (instance->state == INSTANCE_SERVING) {
             verdict.serving_healthy = verdict.serving_healthy && instance->healthy;
             continue;
@@ -178,8 +179,9 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out)
             add_reason(&verdict, "model %s: %.200s", daemon->config->models[i].id,
                        instance->absence[0] ? instance->absence : "its Instance is not registered");
         else
-            add_reason(&verdict, "model %s: %s", daemon->config->models[i].id,
-                       daemon_instance_state_name(instance->state));
+            add_reason(&verdict, "model %s: %s%s", daemon->config->models[i].id,
+                       daemon_instance_state_name(instance->state),
+                       daemon_instance_progress(instance, progress, sizeof(progress)));
     }
     verdict.system_ready = verdict.reason_count == 0;
     *verdict_out = verdict;

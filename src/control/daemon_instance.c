@@ -47,6 +47,25 @@ uint64_t daemon_instance_weight_bytes(const daemon_instance_t *instance)
     return bytes;
 }
 
+uint32_t daemon_instance_ranks_initialized(const daemon_instance_t *instance)
+{
+    uint32_t count = 0;
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        count += instance->ranks[r].state == RANK_INITIALIZED;
+    return count;
+}
+
+const char *daemon_instance_progress(const daemon_instance_t *instance, char *out, size_t size)
+{
+    config_engine_t engine = configured(instance)->engine;
+    out[0] = '\0';
+    if (engine != CONFIG_ENGINE_NATIVE)
+        snprintf(out, size, " (%s, %u of %u rank(s) initialised)",
+                 instance->engine[0] ? instance->engine : config_engine_name(engine),
+                 daemon_instance_ranks_initialized(instance), instance->rank_count);
+    return out;
+}
+
 static daemon_instance_state_t state_of_ranks(const daemon_instance_t *instance)
 {
     if (instance->ending || !daemon_instance_present(instance))

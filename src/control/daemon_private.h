@@ -193,6 +193,10 @@ void daemon_instance_initialize(daemon_instance_t *instance);
 /* Takes over what its ranks and its health say into its state, and tells the gateway. */
 void daemon_instance_refresh(daemon_instance_t *instance);
 void daemon_instance_stop(daemon_instance_t *instance, xpw_StopPhase phase, double seconds);
+/* " (sglang 0.5.13.post1, 1 of 2 ranks initialised)" for another engine's Instance, "" for a native
+ * one; returns `out`. */
+const char *daemon_instance_progress(const daemon_instance_t *instance, char *out, size_t size);
+uint32_t daemon_instance_ranks_initialized(const daemon_instance_t *instance);
 bool daemon_instance_present(const daemon_instance_t *instance); /* any of its ranks is there */
 void daemon_instance_close_arenas(daemon_instance_t *instance, xp_status_t reason);
 uint64_t daemon_instance_weight_bytes(const daemon_instance_t *instance);

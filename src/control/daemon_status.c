@@ -291,14 +291,6 @@ static void metric_head(struct evbuffer *out, const char *name, const char *kind
     evbuffer_add_printf(out, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind);
 }
 
-static uint32_t initialized_ranks(const daemon_instance_t *instance)
-{
-    uint32_t count = 0;
-    for (uint32_t r = 0; r < instance->rank_count; r++)
-        count += instance->ranks[r].state == RANK_INITIALIZED;
-    return count;
-}
-
 static void on_metrics(struct evhttp_request *request, void *context)
 {
     daemon_t *daemon = context;
@@ -387,7 +379,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
             const xpw_InstanceStats *s = &instance->stats;
             double values[] = {
                 instance->state == INSTANCE_SERVING,
-                initialized_ranks(instance),
+                daemon_instance_ranks_initialized(instance),
                 s->running,
                 s->waiting,
                 (double)s->prompt_tokens,
@@ -405,6 +397,16 @@ static void on_metrics(struct evhttp_request *request, void *context)
             evbuffer_add_printf(out, "%s{model=\"%s\"} %.17g\n", model_metrics[m].name,
                                 daemon->config->models[i].id, values[m]);
         }
+    }
+    metric_head(out, "xpool_model_info", "gauge", "1; the labels say what serves the model");
+    for (uint32_t i = 0; i < daemon->config->model_count; i++) {
+        const daemon_instance_t *instance = &daemon->instances[i];
+        const config_model_t *configured = &daemon->config->models[i];
+        evbuffer_add_printf(out,
+                            "xpool_model_info{model=\"%s\",engine=\"%s\",release=\"%s\","
+                            "attention_tp=\"%u\",attention_dp=\"%u\"} 1\n",
+                            configured->id, config_engine_name(configured->engine),
+                            instance->engine, configured->attention_tp, configured->attention_dp);
     }
     struct evkeyvalq *headers = evhttp_request_get_output_headers(request);
     evhttp_add_header(headers, "Content-Type", "text/plain; version=0.0.4");

@@ -54,8 +54,8 @@ xp_status_t planner_check_sglang(const config_model_t *model, const model_spec_t
 
 typedef struct ledger {
     const model_spec_t *spec;
-    uint32_t tp;
-    uint64_t elements; /* of one rank */
+    uint32_t tp, head_ranks; /* that share a layer's heads, and lm_head */
+    uint64_t elements;       /* of one rank */
 } ledger_t;
 
 static bool ends_with(const char *name, const char *end)
@@ -79,7 +79,8 @@ static xp_status_t ledger_add(void *context, const inventory_tensor_t *tensor)
     uint64_t rows = tensor->shape[0], columns = tensor->dimensions == 2 ? tensor->shape[1] : 1;
     uint64_t tp = ledger->tp;
     if (holds(name, "embed_tokens") || holds(name, "lm_head")) {
-        rows = (rows + VOCABULARY_UNIT * tp - 1) / (VOCABULARY_UNIT * tp) * VOCABULARY_UNIT;
+        uint64_t ranks = holds(name, "lm_head") ? ledger->head_ranks : tp;
+        rows = (rows + VOCABULARY_UNIT * ranks - 1) / (VOCABULARY_UNIT * ranks) * VOCABULARY_UNIT;
     } else if (holds(name, ".q_proj.") || holds(name, ".q_b_proj.")) {
         rows /= tp;
     } else if (holds(name, ".o_proj.weight")) {
@@ -91,6 +92,15 @@ static xp_status_t ledger_add(void *context, const inventory_tensor_t *tensor)
     }
     ledger->elements += rows * columns; /* latent projections and norms are whole on every rank */
     return XP_OK;
+}
+
+/* Attention DP ranks share lm_head unless SGLang is told that each has its own. */
+static uint32_t head_ranks(const config_model_t *model)
+{
+    for (uint32_t i = 0; i < model->engine_arg_count; i++)
+        if (strcmp(model->engine_args[i], "--enable-dp-lm-head") == 0)
+            return model->attention_tp;
+    return model->attention_tp * model->attention_dp;
 }
 
 /* What a rank computes in, named to SGLang: its own choice for float32 would be float16. */
@@ -111,7 +121,7 @@ static xp_dtype_t resolved_dtype(const config_model_t *model, const model_spec_t
 void planner_sglang_ledger(const config_model_t *model, plan_model_t *planned)
 {
     const model_spec_t *spec = &planned->spec;
-    ledger_t ledger = {.spec = spec, .tp = model->attention_tp};
+    ledger_t ledger = {.spec = spec, .tp = model->attention_tp, .head_ranks = head_ranks(model)};
     xp_status_t status = model_inventory_visit(spec, ledger_add, &ledger);
     XP_ASSERT(status == XP_OK); /* the visitor cannot fail */
     planned->dtype = resolved_dtype(model, spec);

@@ -96,8 +96,7 @@ static bool block_at(const engine_kv_t *kv, uint32_t layer, const engine_attenti
         count = ENGINE_ATTENTION_BLOCK;
     if (count > end - position)
         count = end - position;
-    const float *part =
-        engine_kv_part(kv, layer, tile->pages[position / kv->page_tokens], kv_head);
+    const float *part = engine_kv_part(kv, layer, tile->pages[position / kv->page_tokens], kv_head);
     *block_out = (attention_block_t){
         .position = position, .count = count, .keys = part + (size_t)offset * kv->head_dim};
     return true;
@@ -147,10 +146,10 @@ void engine_attention_run(const engine_attention_t *attention, uint32_t layer,
             float *o =
                 out + (size_t)(tile->first_row + r) * out_stride + (size_t)first_head * head_dim;
             for (uint32_t h = 0; h < head_count; h += 2)
-                attention->ops->accumulate(
-                    o + (size_t)h * head_dim, scores + ((size_t)r * head_count + h) * stride + at,
-                    stride, head_count - h >= 2 ? 2 : 1, block.keys + kv->part_floats, seen,
-                    head_dim);
+                attention->ops->accumulate(o + (size_t)h * head_dim,
+                                           scores + ((size_t)r * head_count + h) * stride + at,
+                                           stride, head_count - h >= 2 ? 2 : 1,
+                                           block.keys + kv->part_floats, seen, head_dim);
         }
     }
 }

@@ -36,8 +36,7 @@ static inline __m256 dots(const float *query, const float *keys, size_t head_dim
         __m256i mask = tail_mask((uint32_t)(head_dim - d));
         __m256 q = _mm256_maskload_ps(query + d, mask);
         for (size_t j = 0; j < 8; j++)
-            sum[j] =
-                _mm256_fmadd_ps(q, _mm256_maskload_ps(keys + j * head_dim + d, mask), sum[j]);
+            sum[j] = _mm256_fmadd_ps(q, _mm256_maskload_ps(keys + j * head_dim + d, mask), sum[j]);
     }
     return sum_eight(sum);
 }
@@ -48,8 +47,8 @@ static void scores_avx2(const float *query, uint32_t heads, const float *keys, u
     const __m256 factor = _mm256_set1_ps(scale);
     for (uint32_t j = 0; j < count; j += 8)
         for (uint32_t h = 0; h < heads; h++) {
-            __m256 products = dots(query + (size_t)h * head_dim, keys + (size_t)j * head_dim,
-                                   head_dim);
+            __m256 products =
+                dots(query + (size_t)h * head_dim, keys + (size_t)j * head_dim, head_dim);
             /* tail_mask(8 or more) is all ones. */
             _mm256_maskstore_ps(scores + h * stride + j, tail_mask(count - j),
                                 _mm256_mul_ps(products, factor));
@@ -69,8 +68,8 @@ static inline void accumulate_columns(float *out, const float *weights, size_t w
         for (uint32_t h = 0; h < heads; h++) {
             __m256 weight = _mm256_broadcast_ss(weights + h * weight_stride + j);
             for (uint32_t c = 0; c < 4; c++)
-                sum[h][c] =
-                    _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + (size_t)j * head_dim + d + c * 8), sum[h][c]);
+                sum[h][c] = _mm256_fmadd_ps(
+                    weight, _mm256_loadu_ps(values + (size_t)j * head_dim + d + c * 8), sum[h][c]);
         }
     for (uint32_t h = 0; h < heads; h++)
         for (uint32_t c = 0; c < 4; c++)
@@ -93,7 +92,8 @@ static void accumulate_avx2(float *out, const float *weights, size_t weight_stri
             __m256 sum = _mm256_maskload_ps(out + h * head_dim + d, mask);
             for (uint32_t j = 0; j < count; j++)
                 sum = _mm256_fmadd_ps(_mm256_broadcast_ss(weights + h * weight_stride + j),
-                                      _mm256_maskload_ps(values + (size_t)j * head_dim + d, mask), sum);
+                                      _mm256_maskload_ps(values + (size_t)j * head_dim + d, mask),
+                                      sum);
             _mm256_maskstore_ps(out + h * head_dim + d, mask, sum);
         }
     }

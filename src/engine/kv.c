@@ -38,8 +38,8 @@ xp_status_t engine_kv_create(const char *id, uint32_t pages, uint32_t page_token
         status = xp_fail_errno(XP_NO_MEMORY, "%s: %zu bytes", name, kv.mapped_bytes);
         goto close_fd;
     }
-    void *base = mmap(NULL, kv.mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                      kv.fd, 0);
+    void *base =
+        mmap(NULL, kv.mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, kv.fd, 0);
     if (base == MAP_FAILED) {
         status = xp_fail_errno(XP_NO_MEMORY, "%s: mapping %zu bytes", name, kv.mapped_bytes);
         goto close_fd;

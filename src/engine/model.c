@@ -15,11 +15,14 @@
 
 /* Below this many floats a region costs more than it saves. */
 #define PARALLEL_FLOATS 8192u
-/* Members take rows of their own through a layer's attention half where each gets this many, so that
- * the kernels are at their best, and where the half's weights stay in every member's cache. */
+/* What beginning a row costs beside touching its floats: an embedding gathered column by column out
+ * of packed panels, and the angles. */
+#define BEGIN_WORK 4u
+/* Members take rows of their own through a layer's attention half where each gets this many, so
+ * that the kernels are at their best, and where the half's weights stay in every member's cache. */
 #define OWN_ROWS         4u
 #define OWN_WEIGHT_BYTES (1u << 20)
-#define ALIGNMENT       64u
+#define ALIGNMENT        64u
 
 /* ---- workspace ------------------------------------------------------------------------------- */
 
@@ -247,15 +250,16 @@ static void attend(engine_model_t *model)
         xp_pool_run(model->pool, attention_region, model);
 }
 
-/* ---- rows of one's own ------------------------------------------------------------------------ */
+/* ---- rows of one's own ------------------------------------------------------------------------
+ */
 
 static bool rows_are_own(const engine_model_t *model, uint32_t span_count)
 {
     const engine_layer_t *layer = &model->weights->layers[0];
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < layer->qkv_count; i++)
-        bytes += kernels_matrix_bytes(layer->qkv[i].dtype, layer->qkv[i].rows,
-                                      layer->qkv[i].columns);
+        bytes +=
+            kernels_matrix_bytes(layer->qkv[i].dtype, layer->qkv[i].rows, layer->qkv[i].columns);
     bytes += kernels_matrix_bytes(layer->o.dtype, layer->o.rows, layer->o.columns);
     /* One row a sequence: no row needs K and V that another member is about to write. */
     return model->threads > 1 && span_count == model->rows &&
@@ -263,7 +267,8 @@ static bool rows_are_own(const engine_model_t *model, uint32_t span_count)
 }
 
 /* A member's share of the rows through the attention half of a layer. Where every row is a sequence
- * of its own this takes one region instead of four, and a sequence's KV Cache stays with one core. */
+ * of its own this takes one region instead of four, and a sequence's KV Cache stays with one core.
+ */
 static void own_rows_region(void *context, uint32_t member, uint32_t members)
 {
     engine_model_t *model = context;
@@ -345,7 +350,7 @@ xp_status_t engine_model_step(engine_model_t *model, const engine_span_t *spans,
     const uint32_t hidden = spec->hidden;
     step_set_rows(model, spans, span_count);
     const bool own_rows = rows_are_own(model, span_count);
-    for_each_row(model, hidden, row_begin);
+    for_each_row(model, BEGIN_WORK * hidden, row_begin);
     for (uint32_t index = 0; index < spec->layers; index++) {
         model->layer = index;
         if (own_rows)

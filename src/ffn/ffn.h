@@ -26,7 +26,8 @@ typedef struct ffn_runtime_config {
     uint32_t lanes;        /* Executor Lanes: one workspace each */
     uint32_t max_rows;     /* largest Execution Capacity */
     uint64_t memory_bytes; /* budget of the device: weights + workspaces; 0 = no limit */
-    bool zero_output;      /* test aid: write zeros instead of the result */
+    bool zero_output;      /* test aid: write zeros instead of the result, */
+    const char *zero_path; /* or only while this file exists; NULL: never. The caller's string */
 } ffn_runtime_config_t;
 
 xp_status_t ffn_runtime_create(const ffn_runtime_config_t *config, ffn_runtime_t **runtime_out);

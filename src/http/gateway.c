@@ -7,6 +7,7 @@
  */
 #include "http/gateway.h"
 
+#include <event2/event.h>
 #include <netdb.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -284,6 +285,11 @@ static void on_request(void *context, http_request_t *request)
     }
 }
 
+static void on_gone(evutil_socket_t fd, short events, void *context)
+{
+    gateway_exchanges_end_gone(context);
+}
+
 xp_status_t http_gateway_create(const http_gateway_config_t *config, struct event_base *base,
                                 http_gateway_t **gateway_out)
 {
@@ -300,6 +306,12 @@ xp_status_t http_gateway_create(const http_gateway_config_t *config, struct even
     c->connect_timeout_ms = c->connect_timeout_ms ? c->connect_timeout_ms : 2000;
     c->response_timeout_ms = c->response_timeout_ms ? c->response_timeout_ms : 600000;
     c->retry_delay_ms = c->retry_delay_ms ? c->retry_delay_ms : 50;
+    c->gone_timeout_ms = c->gone_timeout_ms ? c->gone_timeout_ms : 1000;
+    gateway->gone_timer = evtimer_new(base, on_gone, gateway);
+    if (!gateway->gone_timer) {
+        http_gateway_destroy(gateway);
+        return xp_fail(XP_NO_MEMORY, "no memory for a gateway");
+    }
     http_server_config_t server = {
         .host = c->host,
         .port = c->port,
@@ -331,6 +343,8 @@ void http_gateway_destroy(http_gateway_t *gateway)
     XP_ASSERT(TAILQ_EMPTY(&gateway->exchanges));
     while (!TAILQ_EMPTY(&gateway->backends))
         http_gateway_remove_backend(gateway, TAILQ_FIRST(&gateway->backends)->model);
+    if (gateway->gone_timer)
+        event_free(gateway->gone_timer);
     http_text_fini(&gateway->text);
     free(gateway);
 }
@@ -390,8 +404,11 @@ xp_status_t http_gateway_set_backend(http_gateway_t *gateway, const char *model_
         backend->address_length = target.address_length;
         memcpy(backend->host, target.host, sizeof(backend->host));
     }
+    bool went_down = backend->state == HTTP_BACKEND_UP && state == HTTP_BACKEND_DOWN;
     backend->state = state;
     snprintf(backend->reason, sizeof(backend->reason), "%s", reason ? reason : "");
+    if (went_down)
+        gateway_exchanges_gone(gateway, backend);
     return XP_OK;
 }
 
@@ -403,6 +420,19 @@ void http_gateway_remove_backend(http_gateway_t *gateway, const char *model_id)
     TAILQ_REMOVE(&gateway->backends, backend, entry);
     gateway->backend_count--;
     gateway_backend_release(backend);
+}
+
+void http_gateway_fail(http_gateway_t *gateway, const char *reason, uint32_t milliseconds)
+{
+    gateway_backend_t *backend;
+    gateway->config.gone_timeout_ms = milliseconds;
+    event_del(gateway->gone_timer); /* it may have been set for longer */
+    TAILQ_FOREACH(backend, &gateway->backends, entry)
+    {
+        backend->state = HTTP_BACKEND_DOWN;
+        snprintf(backend->reason, sizeof(backend->reason), "%s", reason);
+        gateway_exchanges_gone(gateway, backend);
+    }
 }
 
 void http_gateway_quiesce(http_gateway_t *gateway)

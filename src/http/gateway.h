@@ -31,6 +31,7 @@ typedef struct http_gateway_config {
     uint32_t connect_timeout_ms;  /* 2 s */
     uint32_t response_timeout_ms; /* a backend that sends nothing: 10 min */
     uint32_t retry_delay_ms;      /* before the one retry of a refused connection: 50 ms */
+    uint32_t gone_timeout_ms;     /* open requests of a backend that went down: 1 s */
     uint32_t head_timeout_ms, body_timeout_ms, idle_timeout_ms, write_timeout_ms;
 } http_gateway_config_t;
 
@@ -61,13 +62,18 @@ uint16_t http_gateway_port(const http_gateway_t *gateway);
 
 /* Adds a model or changes where and how it is. `host` is an address or a name (resolved here and
  * now); NULL and port 0 are allowed while it is not UP. `reason` (may be NULL) is told to clients
- * while it is not UP. Open requests go on. XP_NO_MEMORY past HTTP_GATEWAY_MAX_MODELS. */
+ * while it is not UP. Open requests go on; those of a backend that goes DOWN have gone_timeout_ms
+ * for what its server still sends, since that server may outlive its engine by seconds.
+ * XP_NO_MEMORY past HTTP_GATEWAY_MAX_MODELS. */
 xp_status_t http_gateway_set_backend(http_gateway_t *gateway, const char *model_id,
                                      const char *host, uint16_t port, http_backend_state_t state,
                                      const char *reason);
 /* The model becomes unknown; its open requests go on. Unknown ids are ignored. */
 void http_gateway_remove_backend(http_gateway_t *gateway, const char *model_id);
 
+/* Every model is down for good, with this reason; open requests have `milliseconds` for what their
+ * server still sends and are then told so. */
+void http_gateway_fail(http_gateway_t *gateway, const char *reason, uint32_t milliseconds);
 /* New requests get 503 from now on; open ones go on. */
 void http_gateway_quiesce(http_gateway_t *gateway);
 /* Requests being answered, and answers not wholly sent to their client yet. */

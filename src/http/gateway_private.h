@@ -59,6 +59,7 @@ typedef struct gateway_exchange {
     bool retried, retry_waits;
     bool events; /* the answer is an SSE stream */
     bool paused; /* the client's buffer is full */
+    bool gone;   /* its backend went down while it was open */
     uint32_t interim;
     char last[2]; /* the last two bytes passed on: an event ends in "\n\n" */
     size_t scanned;
@@ -72,6 +73,7 @@ struct http_gateway {
     http_server_t *server;
     TAILQ_HEAD(gateway_backends, gateway_backend) backends;
     TAILQ_HEAD(gateway_exchanges, gateway_exchange) exchanges;
+    struct event *gone_timer; /* ends the exchanges that are `gone` */
     uint32_t backend_count, open;
     uint64_t requests, errors, disconnects, retries;
     http_text_t text; /* one answer, reused */
@@ -81,5 +83,8 @@ struct http_gateway {
 /* gateway_exchange.c: takes the request over. */
 void gateway_exchange_start(http_gateway_t *gateway, gateway_backend_t *backend,
                             http_request_t *request);
+/* The backend went down: what it still sends is passed on for a while, then its exchanges end. */
+void gateway_exchanges_gone(http_gateway_t *gateway, const gateway_backend_t *backend);
+void gateway_exchanges_end_gone(http_gateway_t *gateway);
 void gateway_backend_release(gateway_backend_t *backend);
 #endif

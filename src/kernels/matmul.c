@@ -17,7 +17,8 @@
 #define MATMUL_X_BYTES        (sizeof(float) * KERNELS_ROW_CHUNK * KERNELS_X_STRIDE)
 #define MATMUL_TILE_BYTES     (sizeof(float) * KERNELS_K_BLOCK * KERNELS_PANEL * MATMUL_MAX_PANELS)
 #define MATMUL_ITEMS_A_THREAD 4
-#define MATMUL_GROUP_BYTES    (24u << 10) /* of weights, beside the rows in a first cache of 32 KiB */
+/* Weights that stay in a first cache of 32 KiB beside the rows. */
+#define MATMUL_GROUP_BYTES (24u << 10)
 /* Products below this many multiply-adds cost less than waking a team. */
 #define MATMUL_SINGLE_LIMIT (128u * 1024u)
 
@@ -180,8 +181,7 @@ static uint32_t matmul_direct_limit(const kernels_ops_t *ops, const kernels_matr
 {
     if (!ops->direct || !w->packed)
         return 0;
-    bool plain =
-        w->dtype == XP_DTYPE_F32 || w->dtype == XP_DTYPE_F16 || w->dtype == XP_DTYPE_BF16;
+    bool plain = w->dtype == XP_DTYPE_F32 || w->dtype == XP_DTYPE_F16 || w->dtype == XP_DTYPE_BF16;
     return plain ? ops->direct_limit : ops->direct_rows;
 }
 
@@ -199,8 +199,10 @@ static uint32_t matmul_direct(const kernels_ops_t *ops, const kernels_matrix_t *
         return first;
     const uint32_t passes = (input->rows + ops->direct_rows - 1) / ops->direct_rows;
     uint32_t group = end - panel; /* panels that stay in the first cache between passes */
-    if (passes > 1 && group * panel_bytes > MATMUL_GROUP_BYTES)
-        group = MATMUL_GROUP_BYTES / panel_bytes >= 4 ? MATMUL_GROUP_BYTES / panel_bytes / 2 * 2 : 2;
+    if (passes > 1 && group * panel_bytes > MATMUL_GROUP_BYTES) {
+        group = (uint32_t)(MATMUL_GROUP_BYTES / panel_bytes) & ~1u; /* the kernel takes pairs */
+        group = group ? group : 2;
+    }
     for (; panel < end; panel += group) {
         uint32_t panels = end - panel < group ? end - panel : group;
         float *y_group = y + (size_t)panel * KERNELS_PANEL - first;

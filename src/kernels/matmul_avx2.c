@@ -18,7 +18,7 @@
 /* Two panels at once hide the latency of the multiply-adds for one row of a plain type. Decoding a
  * quantised type hides it as well, and then a single stream is better; with more rows the registers
  * run out. */
-#define MAX_HALVES 4
+#define MAX_HALVES  4
 #define DIRECT_ROWS 4
 
 /* Where decoded columns go. ROWS 0: into the tile; otherwise into the accumulators. Lives in

@@ -68,8 +68,8 @@ typedef struct kernels_ops {
                    uint32_t columns, uint32_t rows, const float *const *x, float *y,
                    size_t y_stride);
     uint32_t direct_rows;
-    /* Most rows for which several such calls are faster than copying the rows for a GEMM, for dtypes
-     * that are decoded by next to nothing. */
+    /* Most rows for which several such calls are faster than copying the rows for a GEMM, for
+     * dtypes that are decoded by next to nothing. */
     uint32_t direct_limit;
 
     /* Decoding and product in one pass, for more rows than `direct` takes and at most fused_rows:

@@ -152,8 +152,7 @@ static xp_status_t config_plan(const xpool_config_t *config, const plan_result_t
 {
     xpool_config_t *cache = config_cache(config);
     pthread_mutex_lock(&cache->lock);
-    xp_status_t status =
-        cache->planned ? XP_OK : planner_make(cache->config, 1, &cache->planned);
+    xp_status_t status = cache->planned ? XP_OK : planner_make(cache->config, 1, &cache->planned);
     *planned_out = cache->planned;
     pthread_mutex_unlock(&cache->lock);
     return status;

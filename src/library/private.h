@@ -18,7 +18,7 @@ struct xpool_config {
     pid_t pid;
     config_t *config;
     pthread_mutex_t lock;
-    plan_result_t *planned;                /* NULL until asked for */
+    plan_result_t *planned;                 /* NULL until asked for */
     model_spec_t *specs[CONFIG_MAX_MODELS]; /* the same */
 };
 
@@ -35,6 +35,6 @@ xp_status_t library_take_struct(const void *from, uint32_t bytes, uint32_t least
 void library_give_struct(const void *from, size_t size, void *to, uint32_t bytes);
 
 /* Size of a struct up to and with `member`: what the first release had. */
-#define LIBRARY_BYTES_TO(type, member) \
+#define LIBRARY_BYTES_TO(type, member)                                                             \
     ((uint32_t)(offsetof(type, member) + sizeof(((type *)0)->member)))
 #endif

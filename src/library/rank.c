@@ -199,12 +199,11 @@ static void on_stats(evutil_socket_t fd, short events, void *context)
 {
     xpool_rank_t *rank = context;
     xpw_Envelope envelope = {.which_body = xpw_Envelope_instance_stats_tag};
-    envelope.body.instance_stats =
-        (xpw_InstanceStats){.steps = atomic_load(&rank->steps),
-                            .ffn_calls = atomic_load(&rank->calls),
-                            .ffn_rows = atomic_load(&rank->rows),
-                            .kv_bytes = rank->kv_bytes,
-                            .weight_bytes = rank->weight_bytes};
+    envelope.body.instance_stats = (xpw_InstanceStats){.steps = atomic_load(&rank->steps),
+                                                       .ffn_calls = atomic_load(&rank->calls),
+                                                       .ffn_rows = atomic_load(&rank->rows),
+                                                       .kv_bytes = rank->kv_bytes,
+                                                       .weight_bytes = rank->weight_bytes};
     participant_send(rank->participant, &envelope, NULL, 0);
 }
 
@@ -322,8 +321,8 @@ static xp_status_t check_options(const xpool_config_t *config, const xpool_rank_
         return xp_fail(XP_INVALID,
                        "model %s: the engine runs attention TP %u, DP %u, the configuration says "
                        "%u and %u (models[].attention_tp, models[].attention_dp)",
-                       model->id, options->attention_tp, options->attention_dp,
-                       model->attention_tp, model->attention_dp);
+                       model->id, options->attention_tp, options->attention_dp, model->attention_tp,
+                       model->attention_dp);
     if (options->rank >= options->attention_tp * options->attention_dp)
         return xp_fail(XP_INVALID, "model %s: rank %u of attention TP %u, DP %u", model->id,
                        options->rank, options->attention_tp, options->attention_dp);

@@ -13,6 +13,8 @@
 
 #include "base/clock.h"
 
+#define OBSERVE_WORDS (sizeof(observe_record_t) / sizeof(uint64_t))
+
 struct observe {
     observe_header_t *header;
     observe_record_t *records;
@@ -118,8 +120,8 @@ xp_status_t observe_open(const char *folder, observe_role_t role, const char *na
     observe_header_t *header = observe->header;
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    header->realtime_offset_ns = (int64_t)now.tv_sec * (int64_t)XP_NS_PER_S + now.tv_nsec -
-                                 (int64_t)xp_monotonic_ns();
+    header->realtime_offset_ns =
+        (int64_t)now.tv_sec * (int64_t)XP_NS_PER_S + now.tv_nsec - (int64_t)xp_monotonic_ns();
     header->abi = OBSERVE_ABI;
     header->role = role;
     header->pid = (uint32_t)getpid();
@@ -161,12 +163,13 @@ void observe_write(observe_t *observe, const observe_record_t *record)
     filled.index = 0;
     if (!filled.end_ns)
         filled.end_ns = xp_monotonic_ns();
-    __atomic_store_n(&slot->index, 0, __ATOMIC_RELAXED);
-    /* release fence: the fields are written after the index was taken back. It pairs with the
-     * reader's acquire fence between its copy and its second look at the index. */
-    __atomic_thread_fence(__ATOMIC_RELEASE);
-    memcpy((char *)slot + sizeof(slot->index), (char *)&filled + sizeof(filled.index),
-           sizeof(filled) - sizeof(filled.index));
+    uint64_t words[OBSERVE_WORDS], *at = (uint64_t *)slot;
+    memcpy(words, &filled, sizeof(words));
+    /* acquire: the fields are written after the index was taken back. A reader that saw one of
+     * them, each by an acquire load, then sees the changed index. */
+    __atomic_exchange_n(&slot->index, 0, __ATOMIC_ACQ_REL);
+    for (uint32_t i = 1; i < OBSERVE_WORDS; i++)
+        __atomic_store_n(&at[i], words[i], __ATOMIC_RELEASE);
     /* release: a reader that acquires the index, or `written`, sees the fields. */
     __atomic_store_n(&slot->index, index, __ATOMIC_RELEASE);
     observe->written = index;
@@ -268,13 +271,15 @@ xp_status_t observe_reader_next(observe_reader_t *reader, observe_record_t *reco
         }
         const observe_record_t *slot = &reader->records[(reader->next - 1) % capacity];
         uint64_t before = __atomic_load_n(&slot->index, __ATOMIC_ACQUIRE);
-        observe_record_t record = *slot;
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        uint64_t words[OBSERVE_WORDS];
+        const uint64_t *at = (const uint64_t *)slot;
+        for (uint32_t i = 1; i < OBSERVE_WORDS; i++)
+            words[i] = __atomic_load_n(&at[i], __ATOMIC_ACQUIRE);
         uint64_t after = __atomic_load_n(&slot->index, __ATOMIC_RELAXED);
         uint64_t wanted = reader->next++;
         if (before == wanted && after == wanted) {
-            record.index = wanted;
-            *record_out = record;
+            words[0] = wanted;
+            memcpy(record_out, words, sizeof(words));
             return XP_OK;
         }
         reader->skipped++;

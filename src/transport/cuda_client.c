@@ -173,16 +173,17 @@ static xp_status_t client_check_layer(uint32_t layer)
                                                  layer, MAILBOX_LAYER_LIMIT);
 }
 
-/* Few rows: one small block, since a barrier among more costs more than it brings. */
+static uint32_t blocks_for(uint64_t bytes)
+{
+    uint64_t blocks = (bytes + CLIENT_BLOCK_WORK - 1) / CLIENT_BLOCK_WORK;
+    return blocks < 1 ? 1 : blocks > CLIENT_BLOCKS_MAX ? CLIENT_BLOCKS_MAX : (uint32_t)blocks;
+}
+
+/* Few rows: one small block, since a barrier among more threads costs more than they bring. */
 static xp_status_t client_launch(transport_cuda_client_t *client, transport_kernel_t kernel,
                                  uint64_t bytes, cuda_stream_t stream, void **parameters)
 {
-    uint64_t blocks = (bytes + CLIENT_BLOCK_WORK - 1) / CLIENT_BLOCK_WORK;
-    if (blocks < 1)
-        blocks = 1;
-    if (blocks > CLIENT_BLOCKS_MAX)
-        blocks = CLIENT_BLOCKS_MAX;
-    return cuda_launch(client->device, client->control.kernels[kernel], (uint32_t)blocks,
+    return cuda_launch(client->device, client->control.kernels[kernel], blocks_for(bytes),
                        bytes <= 4096 ? 256 : 512, stream, parameters);
 }
 
@@ -242,9 +243,34 @@ xp_status_t transport_cuda_client_call(transport_cuda_client_t *client, uint32_t
     if (input->rows != output->rows)
         return xp_fail(XP_INVALID, "output tensor has %llu rows, the input %llu",
                        (unsigned long long)output->rows, (unsigned long long)input->rows);
-    XP_TRY(transport_cuda_client_put(client, layer, live, input, stream));
-    XP_TRY(transport_cuda_client_wait(client, stream));
-    return transport_cuda_client_take(client, output, stream);
+    uint64_t row_bytes = transport_row_bytes(&client->geometry);
+    if (blocks_for(input->rows * row_bytes) > 1) {
+        XP_TRY(transport_cuda_client_put(client, layer, live, input, stream));
+        XP_TRY(transport_cuda_client_wait(client, stream));
+        return transport_cuda_client_take(client, output, stream);
+    }
+    XP_TRY(client_check_open(client));
+    XP_TRY(client_check_layer(layer));
+    uint32_t captured = (uint32_t)input->rows;
+    uint64_t input_offset = transport_arena_input_offset(&client->geometry);
+    uint64_t output_offset = transport_arena_output_offset(&client->geometry);
+    const void *from = input->data;
+    void *to = output->data;
+    if (!live)
+        live = client_live_record(client);
+    void *parameters[] = {&client->arena.address,
+                          &client->memory,
+                          &live,
+                          &layer,
+                          &captured,
+                          &from,
+                          &to,
+                          &row_bytes,
+                          &input_offset,
+                          &output_offset,
+                          &client->life_word,
+                          &client->limit_ns};
+    return client_launch(client, TRANSPORT_KERNEL_CALL, captured * row_bytes, stream, parameters);
 }
 
 xp_status_t transport_cuda_client_state(transport_cuda_client_t *client, uint64_t deadline_ns,

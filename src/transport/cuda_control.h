@@ -14,6 +14,7 @@
     X(PUT, transport_put)                                                                          \
     X(WAIT, transport_wait)                                                                        \
     X(TAKE, transport_take)                                                                        \
+    X(CALL, transport_call)                                                                        \
     X(ARENA_START, transport_arena_start)                                                          \
     X(CLOSE, transport_close)                                                                      \
     X(LIVE_WRITE, transport_live_write)                                                            \

@@ -36,6 +36,28 @@ extern "C" __global__ void transport_put(mailbox_arena_t *arena, transport_devic
         transport_device_put(arena, state, live, layer, captured);
 }
 
+// By one thread, on a copy of the state.
+static __device__ void wait_by_looking(const mailbox_arena_t *arena, transport_device_state_t *state,
+                                       const uint32_t *life, uint64_t limit_ns)
+{
+    if (transport_device_wait_begin(state))
+        return;
+    const uint64_t start = transport_clock_ns();
+    uint64_t next = start + LIFE_LOOK_NS, now = start;
+    for (;;) {
+        state->looks++;
+        if (transport_device_wait_look(arena, state))
+            break;
+        now = transport_clock_ns();
+        if (now < next)
+            continue;
+        next = now + LIFE_LOOK_NS;
+        if (transport_device_wait_life(life, state, now - start, limit_ns))
+            break;
+    }
+    state->wait_ns += now - start;
+}
+
 extern "C" __global__ void transport_wait(mailbox_arena_t *arena, transport_device_state_t *state,
                                           const uint32_t *life, uint64_t limit_ns)
 {
@@ -43,26 +65,8 @@ extern "C" __global__ void transport_wait(mailbox_arena_t *arena, transport_devi
         return;
     // Counted in registers; the state is written once, at the end.
     transport_device_state_t local = *state;
-    if (!transport_device_wait_begin(&local)) {
-        const uint64_t start = transport_clock_ns();
-        uint64_t next = start + LIFE_LOOK_NS, now = start;
-        for (;;) {
-            local.looks++;
-            if (transport_device_wait_look(arena, &local))
-                break;
-            now = transport_clock_ns();
-            if (now < next)
-                continue;
-            next = now + LIFE_LOOK_NS;
-            if (transport_device_wait_life(life, &local, now - start, limit_ns))
-                break;
-        }
-        local.wait_ns += now - start;
-    }
-    state->phase = local.phase;
-    state->status = local.status;
-    state->looks = local.looks;
-    state->wait_ns = local.wait_ns;
+    wait_by_looking(arena, &local, life, limit_ns);
+    *state = local;
 }
 
 extern "C" __global__ void transport_take(const mailbox_arena_t *arena,
@@ -79,6 +83,55 @@ extern "C" __global__ void transport_take(const mailbox_arena_t *arena,
     __syncthreads();
     if (threadIdx.x == 0 && last_block(state))
         transport_device_take(state);
+}
+
+// put, wait and take in one launch, for rows that one block moves: it may wait, since it keeps no other
+// block of its own from running.
+extern "C" __global__ void transport_call(mailbox_arena_t *arena, transport_device_state_t *state,
+                                          const transport_live_t *live, uint32_t layer,
+                                          uint32_t captured, const void *input, void *output,
+                                          uint64_t row_bytes, uint64_t input_offset,
+                                          uint64_t output_offset, const uint32_t *life,
+                                          uint64_t limit_ns)
+{
+    __shared__ uint32_t answered, rows;
+    // State, live rows and each thread's first 16 bytes are loaded at once, before it is known whether
+    // and how many rows travel: one trip to memory instead of three.
+    const bool wide = ((uintptr_t)input & 15) == 0;
+    uint4 first = make_uint4(0, 0, 0, 0);
+    if (wide && threadIdx.x < captured * row_bytes / 16)
+        first = ((const uint4 *)input)[threadIdx.x];
+    transport_device_state_t local = *state;
+    const uint64_t bytes = transport_device_rows(live, captured) * row_bytes;
+    if (local.status == XP_OK && local.phase == TRANSPORT_PHASE_IDLE) {
+        char *to = (char *)arena + input_offset;
+        const uint64_t taken = wide ? blockDim.x * 16ull : 0;
+        if (wide && threadIdx.x < bytes / 16)
+            ((uint4 *)to)[threadIdx.x] = first;
+        if (bytes > taken)
+            transport_rows_copy(to + taken, (const char *)input + taken, bytes - taken, threadIdx.x,
+                                blockDim.x);
+        else if (wide && threadIdx.x < bytes % 16 / 2)
+            ((uint16_t *)to)[bytes / 16 * 8 + threadIdx.x] =
+                ((const uint16_t *)input)[bytes / 16 * 8 + threadIdx.x];
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        transport_device_put(arena, &local, live, layer, captured);
+        wait_by_looking(arena, &local, life, limit_ns);
+        answered = transport_device_take_allowed(&local);
+        rows = local.rows;
+    }
+    __syncthreads();
+    if (answered)
+        transport_rows_copy(output, (const char *)arena + output_offset, rows * row_bytes,
+                            threadIdx.x, blockDim.x);
+    else
+        transport_rows_poison(output, captured * row_bytes, threadIdx.x, blockDim.x);
+    if (threadIdx.x == 0) {
+        transport_device_take(&local);
+        *state = local;
+    }
 }
 
 // ---- host threads reach device words, by launches on a control stream -----------------------

@@ -71,7 +71,8 @@ xp_status_t transport_cuda_client_put(transport_cuda_client_t *client, uint32_t 
 xp_status_t transport_cuda_client_wait(transport_cuda_client_t *client, cuda_stream_t stream);
 xp_status_t transport_cuda_client_take(transport_cuda_client_t *client,
                                        const transport_tensor_t *output, cuda_stream_t stream);
-/* put + wait + take; both tensors are checked before anything is launched. */
+/* put + wait + take; both tensors are checked before anything is launched. A single launch where
+ * one block moves the rows (16 KiB), as in decoding. */
 xp_status_t transport_cuda_client_call(transport_cuda_client_t *client, uint32_t layer,
                                        cuda_address_t live, const transport_tensor_t *input,
                                        const transport_tensor_t *output, cuda_stream_t stream);

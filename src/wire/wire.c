@@ -307,7 +307,6 @@ const char *wire_body_name(pb_size_t which_body)
         "ArenaAttached", "ArenaDetach",  "Attached",   "Join",        "Joined",     "Prepare",
         "Progress",      "Executable",   "Initialize", "Initialized", "Listening",  "Backend",
         "InstanceStats", "GatewayStats", "Failure",    "FailReport",  "Stop",       "Bye",
-        "Leave",         "Check",        "Verdict",    "Down",        "DownDone",
-        "Workload"};
+        "Leave",         "Check",        "Verdict",    "Down",        "DownDone",   "Workload"};
     return which_body < sizeof(names) / sizeof(names[0]) ? names[which_body] : "unknown message";
 }

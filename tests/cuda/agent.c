@@ -39,10 +39,6 @@ mps_t *agent_mps_begin(void)
 {
     mps_options_t options = {.name = "cuda-0", .devices = "0"};
     mps_t *mps;
-    if (getenv("XPOOL_TEST_NO_MPS")) {
-        printf("without MPS: XPOOL_TEST_NO_MPS is set\n");
-        return NULL;
-    }
     if (mps_start(&options, &mps) != XP_OK) {
         printf("without MPS: %s\n", xp_error_last()->text);
         return NULL;

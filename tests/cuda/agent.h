@@ -12,8 +12,7 @@
 #include "kit.h"
 
 /* An MPS controller for device 0, and the environment by which this process and its children use
- * it. NULL, and a line that says why, where there is none or XPOOL_TEST_NO_MPS is set. Call it
- * before the driver is loaded. */
+ * it. NULL, and a line that says why, where there is none. Call it before the driver is loaded. */
 mps_t *agent_mps_begin(void);
 void agent_mps_end(mps_t *mps); /* accepts NULL */
 
@@ -42,7 +41,8 @@ xp_status_t agent_attach(agent_t *agent, int arena_fd, const transport_geometry_
 xp_status_t agent_detach(agent_t *agent, uint32_t slot);
 xp_status_t agent_close(agent_t *agent, uint32_t slot, xp_status_t reason);
 xp_status_t agent_report(agent_t *agent, uint32_t slot, transport_cuda_report_t *report_out);
-/* Slots that are left without answer. */
+/* Slots that are left without answer; with AGENT_HOLD_FIRST, only requests of layer 0. */
+#define AGENT_HOLD_FIRST 0x80000000u
 void agent_hold(agent_t *agent, uint32_t mask);
 /* Launches the other side of test_ping_pong on an arena's output area; `wait`: for its end. */
 xp_status_t agent_ping_pong(agent_t *agent, int arena_fd, const transport_geometry_t *geometry,

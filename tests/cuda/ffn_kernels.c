@@ -28,6 +28,7 @@ typedef struct test_lane {
 } test_lane_t;
 
 static bool small;
+static double slack = 1; /* over the tolerance */
 static uint32_t cases, compared, unfair, failed;
 static double worst;
 
@@ -95,6 +96,7 @@ static void lane_compare(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_la
 {
     const uint32_t hidden = m->signature.hidden, rows = l->lane.rows;
     float *got = malloc(hidden * 4), *want = malloc(hidden * 4);
+    const double limit_error = slack * tolerance(m->signature.dtype, l->lane.output == NULL);
     CHECK(got && want);
     cases++;
     for (uint32_t i = 0; i < limit && i < rows; i++) {
@@ -106,8 +108,8 @@ static void lane_compare(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_la
         lane_row(kit, m, l, row, got);
         const double error = ffn_kit_error(got, want, hidden);
         compared++;
-        worst = fmax(worst, error / tolerance(m->signature.dtype, l->lane.output == NULL));
-        if (!(error <= tolerance(m->signature.dtype, l->lane.output == NULL))) {
+        worst = fmax(worst, error / limit_error);
+        if (!(error <= limit_error)) {
             printf("failed: %s: hidden %u width %u experts %u top %u shared %u type %u rows %u: "
                    "row %u "
                    "is off by %.2e\n",
@@ -174,7 +176,7 @@ static uint32_t shapes_make(shape_t *shapes)
         return n;
     shapes[n] = (shape_t){dense(1032, 2056, FFN_CUDA_BF16), false};
     shapes[n++].signature.activation = 1;
-    shapes[n++] = (shape_t){dense(2048, 6144, FFN_CUDA_F16), false};
+    shapes[n++] = (shape_t){dense(1024, 3072, FFN_CUDA_F16), false};
     shapes[n++] = (shape_t){dense(4096, 8, FFN_CUDA_BF16), false};
     shapes[n++] = (shape_t){dense(64, 40000, FFN_CUDA_BF16), false}; /* more tiles than a panel */
     shapes[n++] = (shape_t){moe(512, 256, 128, 8), false};
@@ -349,8 +351,10 @@ static void test_library(ffn_kit_t *kit, const ffn_kit_model_t *m)
         CHECK_OK(ffn_library_run(plan, &m->part[i % m->layers], l.input, partial ? 0 : l.output,
                                  partial ? l.partial : 0, scratch, kit->stream));
         ffn_kit_wait(kit, kit->stream);
-        /* The library rounds gate and up before the activation: a little more error. */
+        /* Here gate and up are rounded too, before the activation. */
+        slack = 1.6;
         lane_compare(kit, m, &l, 2, "cuBLASLt");
+        slack = 1;
         ffn_kit_free(kit, scratch);
         ffn_library_plan_free(plan);
     }

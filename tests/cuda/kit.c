@@ -9,7 +9,8 @@ CUDA_IMAGE_DECLARE(tests_transport_echo);
 void kit_open(kit_t *kit, uint64_t pinned_bytes)
 {
     static const char *const names[KIT_KERNELS] = {
-        "transport_echo", "test_nonsense", "test_round_trips", "test_ping_pong", "test_compute"};
+        "transport_echo", "test_nonsense",       "test_round_trips", "test_ping_pong",
+        "test_compute",   "transport_echo_once", "test_answer_ahead"};
     const cuda_driver_t *driver;
     memset(kit, 0, sizeof(*kit));
     if (cuda_driver_load(&driver) != XP_OK) {

@@ -24,7 +24,16 @@
     } while (0)
 #define CHECK_OK(expression) CHECK((expression) == XP_OK)
 
-enum { KIT_ECHO = 0, KIT_NONSENSE, KIT_ROUND_TRIPS, KIT_PING_PONG, KIT_COMPUTE, KIT_KERNELS };
+enum {
+    KIT_ECHO = 0,
+    KIT_NONSENSE,
+    KIT_ROUND_TRIPS,
+    KIT_PING_PONG,
+    KIT_COMPUTE,
+    KIT_ECHO_ONCE,
+    KIT_ANSWER_AHEAD,
+    KIT_KERNELS
+};
 
 typedef struct kit {
     cuda_device_t device;

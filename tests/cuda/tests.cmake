@@ -11,10 +11,26 @@ function(xpool_cuda_program name source)
 endfunction()
 xpool_cuda_program(cuda_transport_single ${cuda_folder}/transport_single.c)
 xpool_cuda_program(cuda_transport_kill ${cuda_folder}/transport_kill.c)
+xpool_cuda_program(cuda_transport_sanitize ${cuda_folder}/transport_sanitize.c)
 xpool_cuda_program(cuda_hop_transport ${CMAKE_SOURCE_DIR}/benches/cuda/hop_transport.c)
 add_test(NAME cuda/transport-single COMMAND cuda_transport_single)
 add_test(NAME cuda/transport-kill COMMAND cuda_transport_kill)
-set_tests_properties(cuda/transport-single cuda/transport-kill
+add_test(NAME cuda/transport-one-process COMMAND cuda_transport_sanitize)
+set_tests_properties(cuda/transport-single cuda/transport-kill cuda/transport-one-process
                      PROPERTIES LABELS cuda TIMEOUT 180 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)
 
 include(${CMAKE_SOURCE_DIR}/tests/cuda/ffn.cmake OPTIONAL)
+
+# The driver's interface as we declare it, beside the toolkit's header.
+if(XPOOL_CUDA_FOUND)
+  get_filename_component(cuda_bin ${XPOOL_NVCC} DIRECTORY)
+  find_path(XPOOL_CUDA_HEADERS cuda.h HINTS ${cuda_bin}/../include ${cuda_bin}/../targets/x86_64-linux/include)
+  if(XPOOL_CUDA_HEADERS)
+    add_executable(cuda_driver_abi ${cuda_folder}/driver_abi.c)
+    set_target_properties(cuda_driver_abi PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+    target_include_directories(cuda_driver_abi SYSTEM PRIVATE ${XPOOL_CUDA_HEADERS})
+    target_link_libraries(cuda_driver_abi PRIVATE xpool_base)
+    add_test(NAME cuda/driver-abi COMMAND cuda_driver_abi)
+    set_tests_properties(cuda/driver-abi PROPERTIES LABELS cuda TIMEOUT 30)
+  endif()
+endif()

@@ -4,7 +4,8 @@
 #include "transport/cuda_resident.cuh"
 
 // Answers a request of layer n with input + n + 1, element by element, as 16-bit integers: exact, and
-// different for each layer. Layers from 1000 on are refused. Slots in `hold` are left without answer.
+// different for each layer. Layers from 1000 on are refused. Slots in `hold` are left without answer, with
+// bit 31 only at layer 0.
 static __device__ uint4 add_to(uint4 four, uint32_t both)
 {
     return make_uint4(__vadd2(four.x, both), __vadd2(four.y, both), __vadd2(four.z, both),
@@ -44,7 +45,10 @@ struct echo_handler_t {
             for (uint64_t i = view.lane; i < bytes / 2; i += 32)
                 out[i] = (uint16_t)(in[i] + add);
         }
-        return held >> view.slot & 1 ? TRANSPORT_SERVE_PENDING : XP_OK;
+        const bool all_layers = held >> 31 == 0;
+        return (held >> view.slot & 1) && (all_layers || view.request.layer == 0)
+                   ? TRANSPORT_SERVE_PENDING
+                   : XP_OK;
     }
     __device__ int begin(const transport_view_t &view)
     {
@@ -59,6 +63,38 @@ extern "C" __global__ void __launch_bounds__((TRANSPORT_RESIDENT_SLOTS + 1) * 32
     transport_echo(transport_resident_t *table, const life_page_t *life, void *context)
 {
     transport_resident_run(table, life, echo_handler_t(context));
+}
+
+// As transport_echo, and leaves after its first answer: for tools under which no two kernels run at once.
+struct echo_once_t {
+    echo_handler_t echo;
+    transport_resident_t *table;
+    __device__ int poll(const transport_view_t &view)
+    {
+        const int answer = echo.poll(view);
+        if (view.lane == 0)
+            PROTOCOL_STORE_RELEASE(&table->stop, 1u);
+        return answer;
+    }
+    __device__ int begin(const transport_view_t &view)
+    {
+        return poll(view);
+    }
+    __device__ void abandon(const transport_view_t &)
+    {
+    }
+};
+
+extern "C" __global__ void transport_echo_once(transport_resident_t *table, const life_page_t *life,
+                                               void *context)
+{
+    transport_resident_run(table, life, echo_once_t{echo_handler_t(context), table});
+}
+
+// Publishes the answer to the request that will come next, so that a wait finds it at once.
+extern "C" __global__ void test_answer_ahead(mailbox_arena_t *arena, transport_device_state_t *state)
+{
+    mailbox_response_publish(arena, state->sequence + 1, XP_OK);
 }
 
 // An Instance that writes a record with `rows` rows and a sequence `skip` too high.

@@ -3,7 +3,7 @@
  * SIGKILL under MPS: Instances in the middle of their wait (inside a captured graph of 48 layers)
  * and at random moments, and AtnAgents, while other Instances replay and check every element.
  *
- *     transport_kill [SECONDS] [AGENT_KILLS]
+ *     transport_kill [SECONDS] [AGENT_KILLS] [DRAIN_KILLS]
  *     transport_kill sweep                     ends what a broken run left of MPS
  *
  * Passes when no survivor was harmed: none ended, none hung, none had a wrong element. The process
@@ -37,6 +37,7 @@ static client_t clients[CLIENTS]; /* the first SURVIVORS are never killed */
 static uint64_t died_ns[LIFE_WORDS];
 static uint32_t agent_life = LIFE_AGENT;
 static mps_t *mps;
+static uint32_t victim_compute_ns = 15000; /* a layer; stands for attention */
 
 static void on_death(void *context, uint32_t index)
 {
@@ -56,8 +57,8 @@ static void begin_client(uint32_t i)
 {
     client_setup_t setup = {
         .geometry = {.hidden = 2048, .max_rows = 8, .dtype = XP_DTYPE_BF16, .dp_size = 1},
-        .rows = 8,
-        .compute_ns = 15000, /* stands for attention */
+        .rows = i % 2 ? 4 : 8, /* one launch a layer, and three */
+        .compute_ns = 15000,   /* stands for attention */
         .line = i,
         .seed = i + 1,
         .limit_ns = 30 * XP_NS_PER_S,
@@ -126,6 +127,22 @@ static bool survivors_fine(char *why, size_t room)
     return true;
 }
 
+static void begin_mps(void)
+{
+    mps_options_t options = {.name = "cuda-0", .devices = "0"};
+    if (mps) {
+        (void)mps_stop(mps);
+        mps_destroy(mps);
+        mps = NULL;
+    }
+    if (mps_start(&options, &mps) != XP_OK) {
+        printf("skipped: %s\n", xp_error_last()->text);
+        exit(KIT_SKIP);
+    }
+    setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe_folder(mps), 1);
+    setenv("CUDA_MPS_LOG_DIRECTORY", mps_log_folder(mps), 1);
+}
+
 static void begin_all(void)
 {
     begin_agent();
@@ -187,12 +204,17 @@ static void judge(tally_t *tally, const char *what)
         snprintf(tally->first, sizeof(tally->first), "%s: %s", what, why);
     printf("HARM after kill %u (%s): %s\n", tally->kills, what, why);
     kill_all();
+    begin_mps(); /* the server is in its fault state; the whole GPU starts anew */
     begin_all();
 }
 
-/* held: the victim is in the middle of its wait, since nobody answers it. */
-static void kill_clients(tally_t *tally, bool held, double seconds, uint32_t limit)
+/* The victim is at a random moment, or in the middle of its wait, since nobody answers it: of any
+ * layer, or of the first, with the whole graph still to run. */
+typedef enum kill_when { KILL_ANY_TIME, KILL_WAITING, KILL_WAITING_FIRST } kill_when_t;
+static void kill_clients(tally_t *tally, kill_when_t when, double seconds, uint32_t limit)
 {
+    const bool held = when != KILL_ANY_TIME;
+    const uint32_t first = when == KILL_WAITING_FIRST ? AGENT_HOLD_FIRST : 0;
     uint64_t until_ns = kit_in(seconds);
     for (uint32_t n = 0; n < limit && xp_monotonic_ns() < until_ns; n++) {
         const uint32_t v = SURVIVORS + n % VICTIMS, harmed = tally->harmed;
@@ -203,7 +225,9 @@ static void kill_clients(tally_t *tally, bool held, double seconds, uint32_t lim
             usleep(2000);
         }
         if (held)
-            agent_hold(&agent, 1u << victim->slot);
+            agent_hold(&agent, first | 1u << victim->slot);
+        if (first)
+            usleep(2 * CLIENT_LAYERS * (victim_compute_ns / 1000 + 30)); /* the graph before it */
         usleep((useconds_t)(kit_value(n, 3) % 4000));
         uint64_t killed_ns = kill_one(tally, victim->role.pid, victim->life_index);
         struct timespec settle = {.tv_nsec = SETTLE_NS};
@@ -244,7 +268,7 @@ static void kill_agents(tally_t *tally, uint32_t count, uint32_t *pause_us)
     }
 }
 
-static void report(const char *metric, tally_t *tally, const char *what)
+static void report_target(const char *metric, tally_t *tally, const char *what, const char *target)
 {
     char note[512];
     kit_summary_t word = {0}, pidfd = {0};
@@ -259,7 +283,39 @@ static void report(const char *metric, tally_t *tally, const char *what)
         "SIGKILL to life word P50 %.0f, P99 %.0f, max %.0f us, to pidfd P50 %.0f, max %.0f us%s%s",
         tally->kills, what, word.p50_us, word.p99_us, word.max_us, pidfd.p50_us, pidfd.max_us,
         tally->harmed ? "; first: " : "", tally->first);
-    kit_row(metric, tally->harmed, "kills", -1, "0", note);
+    kit_row(metric, tally->harmed, "kills", -1, target, note);
+}
+
+static void report(const char *metric, tally_t *tally, const char *what)
+{
+    report_target(metric, tally, what, "0");
+}
+
+/* What a graph may still have to compute after its waits have returned. This finds the limit, so
+ * harm is a result here and no failure. */
+static void measure_drain(uint32_t kills)
+{
+    const uint32_t compute_us[] = {40, 70, 100, 150, 220};
+    for (uint32_t c = 0; c < sizeof(compute_us) / sizeof(compute_us[0]); c++) {
+        tally_t *tally = calloc(1, sizeof(*tally));
+        char metric[64], what[160];
+        CHECK(tally);
+        victim_compute_ns = compute_us[c] * 1000;
+        kill_all();
+        begin_all();
+        kill_clients(tally, KILL_WAITING_FIRST, 12, kills);
+        snprintf(metric, sizeof(metric), "transport.cuda.drain_%uus_harm",
+                 compute_us[c] * CLIENT_LAYERS);
+        snprintf(
+            what, sizeof(what),
+            "Instances that wait in the first layer, with %u layers of %u us of kernels after it",
+            CLIENT_LAYERS, compute_us[c]);
+        report_target(metric, tally, what, NULL);
+        free(tally);
+    }
+    victim_compute_ns = 15000;
+    kill_all();
+    begin_all();
 }
 
 int main(int argc, char **argv)
@@ -272,19 +328,13 @@ int main(int argc, char **argv)
     static uint32_t pause_us[1000];
     void *page;
     uint32_t swept;
-    mps_options_t options = {.name = "cuda-0", .devices = "0"};
     setvbuf(stdout, NULL, _IOLBF, 0);
     CHECK_OK(mps_sweep(NULL, NULL, &swept));
     if (argc > 1 && !strcmp(argv[1], "sweep")) {
         printf("swept %u processes\n", swept);
         return 0;
     }
-    if (mps_start(&options, &mps) != XP_OK) {
-        printf("skipped: %s\n", xp_error_last()->text);
-        return KIT_SKIP;
-    }
-    setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe_folder(mps), 1);
-    setenv("CUDA_MPS_LOG_DIRECTORY", mps_log_folder(mps), 1);
+    begin_mps();
     CHECK_OK(transport_life_make(&life_fd));
     CHECK_OK(transport_life_map(life_fd, &life));
     CHECK_OK(xp_memfd_create("board", MAILBOX_HEADER_BYTES, &board_fd));
@@ -298,9 +348,9 @@ int main(int argc, char **argv)
     CHECK_OK(mps_server(mps, &server));
     printf("MPS controller %d, server %d\n", mps_pid(mps), server);
 
-    kill_clients(&held, true, seconds * 0.5, 200);
+    kill_clients(&held, KILL_WAITING, seconds * 0.5, 200);
     report("transport.cuda.kill_waiting_harm", &held, "Instances waiting inside a 48-layer graph");
-    kill_clients(&random_moment, false, seconds * 0.5, 200);
+    kill_clients(&random_moment, KILL_ANY_TIME, seconds * 0.5, 200);
     report("transport.cuda.kill_random_harm", &random_moment, "Instances at a random moment");
     if (agents) {
         kill_agents(&of_agents, agents < 1000 ? agents : 1000, pause_us);
@@ -313,6 +363,8 @@ int main(int argc, char **argv)
                  pause.max_us); /* samples were us, so the summary is ms */
         kit_row("transport.cuda.agent_replace_ms", pause.p50_us, "ms", -1, NULL, note);
     }
+    if (argc > 3)
+        measure_drain((uint32_t)strtoul(argv[3], NULL, 10));
     /* A planned end: MPS is told first. */
     uint32_t planned = 0, planned_harm = held.harmed + random_moment.harmed + of_agents.harmed;
     tally_t *tally = calloc(1, sizeof(*tally));

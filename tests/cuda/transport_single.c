@@ -66,9 +66,10 @@ static void set_live(pair_t *pair, uint32_t rows)
     CHECK_OK(transport_cuda_client_live_write(pair->client, &record, kit.stream));
 }
 
-/* One call of `captured` rows with `live` of them; checks every element of the output. */
-static void check_call(pair_t *pair, uint32_t layer, uint32_t captured, uint32_t live,
-                       uint32_t off_elements)
+/* One call of `captured` rows with `live` of them, whole or as three launches; checks every element
+ * of the output. */
+static void check_one(pair_t *pair, uint32_t layer, uint32_t captured, uint32_t live,
+                      uint32_t off_elements, bool apart)
 {
     const uint32_t hidden = pair->geometry.hidden;
     const uint64_t count = (uint64_t)captured * hidden;
@@ -82,7 +83,13 @@ static void check_call(pair_t *pair, uint32_t layer, uint32_t captured, uint32_t
     set_live(pair, live);
     transport_tensor_t in = kit_tensor(pair->in + off_elements * 2, captured, hidden);
     transport_tensor_t out = kit_tensor(pair->out + off_elements * 2, captured, hidden);
-    CHECK_OK(transport_cuda_client_call(pair->client, layer, 0, &in, &out, kit.stream));
+    if (apart) {
+        CHECK_OK(transport_cuda_client_put(pair->client, layer, 0, &in, kit.stream));
+        CHECK_OK(transport_cuda_client_wait(pair->client, kit.stream));
+        CHECK_OK(transport_cuda_client_take(pair->client, &out, kit.stream));
+    } else {
+        CHECK_OK(transport_cuda_client_call(pair->client, layer, 0, &in, &out, kit.stream));
+    }
     stream_idle();
     CHECK_OK(transport_cuda_client_finish(pair->client, kit_in(LIMIT_S)));
     kit_read(&kit, pair->out + off_elements * 2, values, count * 2);
@@ -98,6 +105,13 @@ static void check_call(pair_t *pair, uint32_t layer, uint32_t captured, uint32_t
         }
     }
     free(values);
+}
+
+static void check_call(pair_t *pair, uint32_t layer, uint32_t captured, uint32_t live,
+                       uint32_t off_elements)
+{
+    check_one(pair, layer, captured, live, off_elements, false);
+    check_one(pair, layer, captured, live, off_elements, true);
 }
 
 static void test_shapes(void)
@@ -117,7 +131,7 @@ static void test_shapes(void)
         check_call(&pair, 999, 5, 5, 1); /* off the 16-byte grid */
         transport_cuda_report_t report;
         CHECK_OK(agent_report(&agent, pair.slot, &report));
-        CHECK(report.requests == 29 && report.now == TRANSPORT_SLOT_ATTACHED);
+        CHECK(report.requests == 58 && report.now == TRANSPORT_SLOT_ATTACHED);
         pair_free(&pair);
     }
 }
@@ -356,7 +370,7 @@ static void test_next_agent(void)
     CHECK_OK(transport_cuda_client_call(pair.client, 9, 0, &in, &out, kit.stream));
     usleep(2000);
     agent_stop(&agent);
-    agent_start(life_fd, LIFE_SERVER, 4, &agent);
+    agent_start(life_fd, LIFE_SERVER + 1, 4, &agent);
     int fd;
     CHECK_OK(transport_cuda_client_export(pair.client, &fd));
     CHECK_OK(agent_attach(&agent, fd, &pair.geometry, LIFE_CLIENT, &pair.slot));

@@ -236,12 +236,7 @@ def ranks_and_models():
 def serve_says_what_it_lacks():
     """`xpool serve` of an SGLang model looks before it becomes a server that would do without us."""
     with tempfile.TemporaryDirectory() as folder:
-        config = write_config(folder, models(("a", "sglang", "")))
-        fakes = {
-            "none": "exit 3",
-            "bare": "exit 4",
-            "broken": "exit 1",
-        }
+        fakes = {"none": "exit 3", "bare": "exit 4", "broken": "exit 1"}
         for name, body in fakes.items():
             path = pathlib.Path(folder, name)
             path.write_text(f"#!/bin/sh\n{body}\n")
@@ -252,11 +247,8 @@ def serve_says_what_it_lacks():
             (f"{folder}/bare", "does not find the plugin xpool"),
             (f"{folder}/broken", "exit code 1"),
         ]:
-            for env, words in ((clean(XPOOL_PYTHON=python), []), (clean(), ["--set", f"models[0].python={python}"])):
-                if words:
-                    path = write_config(folder, models(("a", "sglang", f'python = "{python}"\n')))
-                else:
-                    path = write_config(folder, models(("a", "sglang", "")))
+            for env, more in ((clean(XPOOL_PYTHON=python), ""), (clean(), f'python = "{python}"\n')):
+                path = write_config(folder, models(("a", "sglang", more)))
                 result = subprocess.run(
                     [str(harness.XPOOL), "serve", "a", "--config", path], capture_output=True, text=True, env=env
                 )
@@ -333,6 +325,31 @@ def up_takes_the_engine_down():
                     system.expect_nothing_left(5)
 
 
+def an_engine_that_never_registers_ends_the_start():
+    with tempfile.TemporaryDirectory() as folder:
+        fake = pathlib.Path(folder, "python")
+        fake.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec sleep 1000\n')
+        fake.chmod(0o755)
+        entry = harness.model("m", engine="sglang", python=str(fake))
+        with harness.System([entry], settings="[deadlines]\nregistration = 1\nstartup = 0.5") as system:
+            system.up = system.launch("up")
+            system.expect_end(1, 20)
+            log = system.log()
+            harness.check("canonical failure" in log and "model m" in log, f"the reason is not given: {log[-800:]}")
+
+
+def an_engine_that_fails_ends_the_start():
+    with tempfile.TemporaryDirectory() as folder:
+        fake = pathlib.Path(folder, "python")
+        fake.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nsleep 1000 &\nsleep 0.5\nexit 3\n')
+        fake.chmod(0o755)
+        with harness.System([harness.model("m", engine="sglang", python=str(fake))]) as system:
+            system.up = system.launch("up")
+            system.expect_end(1, 20)
+            log = system.log()
+            harness.check("instance m: its process ended with exit code 3" in log, f"{log[-800:]}")
+
+
 if __name__ == "__main__":
     harness.main(
         arguments_are_byte_identical,
@@ -347,4 +364,6 @@ if __name__ == "__main__":
         serve_says_what_it_lacks,
         serve_builds_the_command,
         up_takes_the_engine_down,
+        an_engine_that_never_registers_ends_the_start,
+        an_engine_that_fails_ends_the_start,
     )

@@ -13,7 +13,8 @@
     cpu        what SGLang needs to compute right answers on a CPU
     rank       the Instance Rank's life along the scheduler's
     failure    ending SGLang with a reason
+    interrupt  Ctrl-C
+    patch      how a function of SGLang is changed
 
-A further thing, such as the KV pool and allocator, is a further file with a `hook()` that
-`plugin.HOOKS` names.
+A further thing, such as another KV pool, is a further file with a `hook()`, named in a list of `plugin`.
 """

@@ -48,6 +48,8 @@ _REFUSED = (
     ("enable_attn_tp_input_scattered", (False,), "every rank hands the same rows to the FFN"),
     ("enable_torch_compile", (False,), "it is not tested with the plugin on a CPU"),
     ("disaggregation_mode", ("null",), "prefill and decode stay in one Instance"),
+    ("grpc_mode", (False,), "daemon and gateway speak HTTP with it"),
+    ("ssl_certfile", (None,), "daemon and gateway speak plain HTTP with it"),
     ("encoder_only", (False,), "only causal language models are supported"),
     ("rl_on_policy_target", (None,), "the FFN's arithmetic is fixed"),
 )

@@ -85,7 +85,7 @@ static __device__ __forceinline__ void route_logits(const ffn_cuda_lane_t *lane,
     for (uint32_t tile = warp; tile * 16 < s.experts; tile += BULK_THREADS / 32) {
         float sum[BULK_ROUTE_ROWS / 8][4] = {};
         const uint32_t low = tile * 16 + g, high = low + 8;
-#pragma unroll 2
+#pragma unroll 4
         for (uint32_t k = t * 8; k < (s.hidden + 31) / 32 * 32; k += 32) {
             uint32_t a[3][4] = {}, b[3][4] = {};
             if (k < s.hidden && low < s.experts)

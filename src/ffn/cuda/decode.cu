@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT
 // The whole FFN of one layer for 1 to 16 rows in one cooperative launch: router, gate and up, down.
 //
-// Few rows make this a matter of streaming weights. A block is 8 computing warps and two warps that
-// only start copies: one for weights, one for rows. Weights flow through a ring of stages in shared
-// memory; a stage is one tile (16 weight rows) by one chunk of the inner dimension, copied by the bulk
-// copy engine. The weight warp runs ahead over the border between the two phases, since weights depend
-// on nothing: while the grid meets, the ring fills with `down`. Where the next layer is known before it
-// is asked for (the resident kernel, dense layers), the ring fills with its first stages.
+// Few rows make this a matter of streaming weights. A block is 8 computing warps and 5 that only start
+// copies: 4 for weights, one for rows. Weights flow through a ring of stages in shared memory; a stage is
+// one tile (16 weight rows) by one chunk of the inner dimension, copied by the bulk copy engine. A warp
+// starts such a copy every 45 ns at best, a kilobyte is due every 34 ns: hence four weight warps, with
+// four rows of every stage each. They run ahead over the border between the two phases, since weights
+// depend on nothing: while the grid meets, the ring fills with `down`. Where the next layer is known
+// before it is asked for (the resident kernel, dense layers), the ring fills with its first stages.
 //
 //   phase 1  a block owns a range of (gate row, up row) pairs over all chosen parts; a tile is 8 gate
 //            rows above their 8 up rows, so that one lane holds both sums of a pair
@@ -77,6 +78,11 @@ struct decode_phase_t {
 static __device__ __forceinline__ void consumers_meet()
 {
     asm volatile("bar.sync 1, %0;" ::"n"(DECODE_WARPS * 32) : "memory");
+}
+
+static __device__ __forceinline__ void copiers_meet()
+{
+    asm volatile("bar.sync 2, %0;" ::"n"(DECODE_COPY_WARPS * 32) : "memory");
 }
 
 static __device__ __forceinline__ uint32_t ceil_div(uint32_t a, uint32_t b)
@@ -150,7 +156,7 @@ static __device__ __forceinline__ uint32_t panel_tiles(const decode_phase_t &p, 
     return before >= tiles ? 0 : min(p.panel_tiles, tiles - before);
 }
 
-// ---- the weight warp -----------------------------------------------------------------------------
+// ---- the weight warps ----------------------------------------------------------------------------
 struct decode_ring_t {
     uint32_t stage, parity;
 };
@@ -163,20 +169,26 @@ static __device__ __forceinline__ void ring_next(decode_ring_t *ring)
     }
 }
 
-// One stage: lanes 0..15 copy a row each. from: this lane's row at the chunk, NULL = no row.
-static __device__ __forceinline__ void stage_fill(decode_shared_t &sh, decode_ring_t *ring,
-                                                  const char *from, uint32_t bytes,
-                                                  uint64_t policy)
+#define COPY_ROWS (DECODE_TILE / DECODE_COPY_WARPS) // rows of a stage that one weight warp copies
+
+static __device__ __forceinline__ uint32_t copy_warp()
 {
-    const uint32_t lane = threadIdx.x % 32;
+    return threadIdx.x / 32 - DECODE_WARPS;
+}
+
+// This warp's rows of the next stage, of which `live` exist; one lane.
+static __device__ __forceinline__ void stage_fill(decode_shared_t &sh, decode_ring_t *ring,
+                                                  const char *const (&from)[COPY_ROWS],
+                                                  uint32_t live, uint32_t bytes, uint64_t policy)
+{
     const uint32_t full = ptx_shared(&sh.full[ring->stage]);
-    const uint32_t live = __popc(__ballot_sync(ROUTE_ALL, from != NULL));
+    const uint32_t to = ptx_shared(sh.ring[ring->stage][copy_warp() * COPY_ROWS]);
     ptx_barrier_wait(ptx_shared(&sh.empty[ring->stage]), ring->parity ^ 1);
-    if (lane == 0)
-        ptx_barrier_expect(full, live * bytes);
-    __syncwarp();
-    if (from)
-        ptx_bulk_load_stream(ptx_shared(sh.ring[ring->stage][lane]), from, bytes, full, policy);
+    ptx_barrier_expect(full, live * bytes);
+#pragma unroll
+    for (uint32_t i = 0; i < COPY_ROWS; i++)
+        if (i < live)
+            ptx_bulk_load_stream(to + i * DECODE_PITCH, from[i], bytes, full, policy);
     ring_next(ring);
 }
 
@@ -203,36 +215,46 @@ static __device__ __forceinline__ void rows_locate(decode_shared_t &sh, const de
     }
 }
 
-static __device__ __forceinline__ const char *lane_row(const decode_shared_t &sh, uint32_t tile)
+// How many of this warp's rows of a tile exist, when `rest` pairs or columns are left from its first on.
+static __device__ __forceinline__ uint32_t rows_live(const decode_phase_t &p, uint32_t rest)
 {
-    const uint32_t lane = threadIdx.x % 32;
-    return lane < DECODE_TILE ? sh.row_at[tile][lane] : NULL;
+    const uint32_t before = copy_warp() * COPY_ROWS % p.tile_rows;
+    return rest > before ? min(rest - before, COPY_ROWS) : 0;
 }
 
+// Stages [begin, end) of the phase; rows of panel 0 are located before the call.
 static __device__ void weights_gate(decode_shared_t &sh, decode_ring_t *ring,
                                     const decode_phase_t &p, const ffn_cuda_signature_t &s,
                                     const ffn_cuda_part_t *parts, uint32_t experts_chosen,
                                     uint32_t begin, uint32_t end, uint64_t policy)
 {
-    // Stages [begin, end) of the phase; rows of panel 0 are located before the call.
+    const uint32_t lane = threadIdx.x % 32;
     uint32_t number = 0;
     for (uint32_t panel = 0; panel < p.panels && number < end; panel++) {
         const uint32_t tiles = panel_tiles(p, panel);
         if (panel) {
             __syncwarp();
-            rows_locate(sh, p, s, parts, experts_chosen, panel, threadIdx.x % 32, 32);
-            __syncwarp();
+            copiers_meet();
+            rows_locate(sh, p, s, parts, experts_chosen, panel, copy_warp() * 32 + lane,
+                        DECODE_COPY_WARPS * 32);
+            copiers_meet();
         }
-        for (uint32_t k = 0; k < s.hidden; k += p.chunk) {
+        for (uint32_t k = 0; k < s.hidden && number < end; k += p.chunk) {
             const uint32_t bytes = min(p.chunk, s.hidden - k) * 2;
             for (uint32_t tile = 0; tile < tiles; tile++, number++) {
-                if (number < begin || number >= end)
+                if (number < begin || number >= end || lane)
                     continue;
-                const char *row = lane_row(sh, tile);
-                stage_fill(sh, ring, row ? row + (uint64_t)k * 2 : NULL, bytes, policy);
+                const uint32_t rest = p.count - (panel * p.panel_tiles + tile) * p.tile_rows;
+                const char *const *at = &sh.row_at[tile][copy_warp() * COPY_ROWS];
+                const char *from[COPY_ROWS];
+#pragma unroll
+                for (uint32_t i = 0; i < COPY_ROWS; i++)
+                    from[i] = at[i] + (uint64_t)k * 2;
+                stage_fill(sh, ring, from, rows_live(p, rest), bytes, policy);
             }
         }
     }
+    __syncwarp();
 }
 
 static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
@@ -249,17 +271,23 @@ static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
             const char *down =
                 (const char *)__shfl_sync(ROUTE_ALL, (unsigned long long)held, part % 32);
             const uint32_t width = phase_part_width(sh.signature, call, true, part);
+            if (lane)
+                continue;
             for (uint32_t k = 0; k < width; k += p.chunk) {
                 const uint32_t bytes = min(p.chunk, width - k) * 2;
                 for (uint32_t tile = 0; tile < tiles; tile++) {
-                    const uint32_t column = (panel * p.panel_tiles + tile) * p.tile_rows + lane;
-                    const bool live = lane < DECODE_TILE && column < p.count;
-                    stage_fill(sh, ring,
-                               live ? down + ((uint64_t)(p.first + column) * width + k) * 2 : NULL,
-                               bytes, policy);
+                    const uint32_t before = (panel * p.panel_tiles + tile) * p.tile_rows;
+                    const char *first =
+                        down + ((uint64_t)(p.first + before + copy_warp() * COPY_ROWS) * width + k) * 2;
+                    const char *from[COPY_ROWS];
+#pragma unroll
+                    for (uint32_t i = 0; i < COPY_ROWS; i++)
+                        from[i] = first + (uint64_t)i * width * 2;
+                    stage_fill(sh, ring, from, rows_live(p, p.count - before), bytes, policy);
                 }
             }
         }
+        __syncwarp();
     }
 }
 
@@ -383,7 +411,9 @@ static __device__ __forceinline__ void tile_output(decode_shared_t &sh, const de
 }
 
 // Where the computing warps are in the ring: the next stage's number modulo two rounds (whose second
-// round has parity 1), and the row slots.
+// round has parity 1), and the row slots. Every warp waits for every stage and gives it back, also
+// those that another one computes: a barrier tells one round from the next only to those who have seen
+// the one before, and copies do not arrive in the order in which they were started.
 struct decode_place_t {
     uint32_t number;
     decode_ring_t slots;
@@ -416,22 +446,25 @@ static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &
                 ptx_barrier_wait(ptx_shared(&sh.rows_full[place->slots.stage]),
                                  place->slots.parity);
 #pragma unroll
-                for (int slot = 0; slot < DECODE_SLOTS; slot++) {
-                    uint32_t tile = slot * DECODE_WARPS + warp;
-                    if (p.split > 1)
-                        tile = slot ? tiles : warp - turn * tiles;
-                    if (tile < tiles) {
-                        const uint32_t number = (place->number + tile) % (2 * DECODE_STAGES);
-                        const uint32_t round = number >= DECODE_STAGES;
-                        const uint32_t stage = number - round * DECODE_STAGES;
+                for (int slot = 0; slot < DECODE_SLOTS; slot++)
+                    for (uint32_t i = 0; i < DECODE_WARPS; i++) {
+                        const uint32_t tile = slot * DECODE_WARPS + i;
+                        if (tile >= tiles)
+                            break;
+                        const uint32_t round = place->number >= DECODE_STAGES;
+                        const uint32_t stage = place->number - round * DECODE_STAGES;
                         ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
-                        tile_multiply<T, NB>(sh.ring[stage][0], sh.rows[place->slots.stage][0],
-                                             length, keep, sum[slot]);
-                        __syncwarp();
+                        if (warp == turn * tiles + i) {
+                            tile_multiply<T, NB>(sh.ring[stage][0],
+                                                 sh.rows[place->slots.stage][0], length, keep,
+                                                 sum[slot]);
+                            __syncwarp();
+                        }
                         if (lane == 0)
                             ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
+                        if (++place->number == 2 * DECODE_STAGES)
+                            place->number = 0;
                     }
-                }
                 __syncwarp();
                 if (lane == 0)
                     ptx_barrier_arrive(ptx_shared(&sh.rows_empty[place->slots.stage]));
@@ -439,7 +472,6 @@ static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &
                     place->slots.stage = 0;
                     place->slots.parity ^= 1;
                 }
-                place->number = (place->number + tiles) % (2 * DECODE_STAGES);
                 turn = turn + 1 == p.split ? 0 : turn + 1;
             }
         }
@@ -593,7 +625,7 @@ static __device__ void route_all(decode_shared_t &sh)
 // ---- one layer -----------------------------------------------------------------------------------
 // What a role keeps between layers.
 struct decode_role_t {
-    decode_ring_t ring;   // weight warp
+    decode_ring_t ring;   // weight warps, lane 0 of each
     decode_ring_t slots;  // row warp
     decode_place_t place; // computing warps
 };
@@ -637,17 +669,18 @@ static __device__ __forceinline__ void call_read(decode_shared_t &sh, const ffn_
 static __device__ __forceinline__ void ahead_drop(decode_shared_t &sh, decode_role_t *role)
 {
     const uint32_t stages = sh.ahead_stages;
-    if (threadIdx.x == 0)
-        for (uint32_t i = 0; i < stages; i++) {
-            const uint32_t number = (role->place.number + i) % (2 * DECODE_STAGES);
-            const uint32_t round = number >= DECODE_STAGES;
-            ptx_barrier_wait(ptx_shared(&sh.full[number - round * DECODE_STAGES]), round);
-            ptx_barrier_arrive(ptx_shared(&sh.empty[number - round * DECODE_STAGES]));
-        }
-    role->place.number = (role->place.number + stages) % (2 * DECODE_STAGES);
+    for (uint32_t i = 0; i < stages; i++) {
+        const uint32_t round = role->place.number >= DECODE_STAGES;
+        const uint32_t stage = role->place.number - round * DECODE_STAGES;
+        ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
+        if (threadIdx.x % 32 == 0)
+            ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
+        if (++role->place.number == 2 * DECODE_STAGES)
+            role->place.number = 0;
+    }
 }
 
-// By the weight warp, at the end of a layer: starts on the layer that should come next.
+// By the weight warps, at the end of a layer: starts on the layer that should come next.
 static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
                                   const ffn_cuda_lane_t *lane, uint64_t policy)
 {
@@ -660,10 +693,10 @@ static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
         if (s.experts == 0) {
             const decode_phase_t p = phase_gate(s, 0, s.intermediate);
             stages = min(panel_tiles(p, 0) * ceil_div(s.hidden, p.chunk), DECODE_STAGES);
-            __syncwarp();
-            // part_of[0] is 0 once this layer's own use is over; the dense part is part 0.
             const uint32_t tiles = panel_tiles(p, 0);
-            for (uint32_t i = threadIdx.x % 32; i < tiles * DECODE_TILE; i += 32) {
+            copiers_meet();
+            for (uint32_t i = threadIdx.x - DECODE_WARPS * 32; i < tiles * DECODE_TILE;
+                 i += DECODE_COPY_WARPS * 32) {
                 const uint32_t pair = i / DECODE_TILE * p.tile_rows + i % p.tile_rows;
                 const char *base = (const char *)(i % DECODE_TILE < p.tile_rows
                                                       ? layer->parts->gate
@@ -671,11 +704,11 @@ static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
                 sh.row_at[i / DECODE_TILE][i % DECODE_TILE] =
                     pair < p.count ? base + (uint64_t)(p.first + pair) * s.hidden * 2 : NULL;
             }
-            __syncwarp();
+            copiers_meet();
             weights_gate(sh, &role->ring, p, s, layer->parts, 0, 0, stages, policy);
         }
     }
-    if (threadIdx.x % 32 == 0) {
+    if (threadIdx.x == DECODE_WARPS * 32) {
         sh.ahead = stages ? layer : NULL;
         sh.ahead_stages = stages;
     }
@@ -700,7 +733,7 @@ static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint6
     if (!hit)
         rows_locate(sh, gate, sh.signature, call.parts, call.experts_chosen, 0, threadIdx.x,
                     DECODE_THREADS);
-    // Also for a hit: from here on the weight warp may write `ahead` for the next layer.
+    // Also for a hit: from here on the weight warps may write `ahead` for the next layer.
     __syncthreads();
     if (warp < DECODE_WARPS) {
         compute_dispatch(sh, gate, false, &role->place);
@@ -711,7 +744,7 @@ static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint6
             ptx_add_acq_rel(&call.meeting->acted, 1);
         compute_dispatch(sh, down, true, &role->place);
         __threadfence_system();
-    } else if (warp == DECODE_WARPS) {
+    } else if (warp < DECODE_WARPS + DECODE_COPY_WARPS) {
         weights_gate(sh, &role->ring, gate, sh.signature, call.parts, call.experts_chosen, begin,
                      0xffffffffu, policy);
         weights_down(sh, &role->ring, down, policy);
@@ -732,8 +765,8 @@ static __device__ __forceinline__ void decode_begin(decode_shared_t &sh, decode_
     role->place = {0, {0, 0}};
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < DECODE_STAGES; i++) {
-            ptx_barrier_init(ptx_shared(&sh.full[i]), 1);
-            ptx_barrier_init(ptx_shared(&sh.empty[i]), 1);
+            ptx_barrier_init(ptx_shared(&sh.full[i]), DECODE_COPY_WARPS);
+            ptx_barrier_init(ptx_shared(&sh.empty[i]), DECODE_WARPS);
         }
         for (uint32_t i = 0; i < DECODE_ROW_SLOTS; i++) {
             ptx_barrier_init(ptx_shared(&sh.rows_full[i]), 1);
@@ -820,10 +853,10 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1)
                         ptx_store_release_system(sh.call.answer, sh.call.answer_value);
                 }
             }
-        } else if (warp == DECODE_WARPS && rows) {
+        } else if (warp < DECODE_WARPS + DECODE_COPY_WARPS && rows) {
             if (look_ahead)
                 ahead_load(sh, &role, lane_shared, policy);
-            else if (threadIdx.x % 32 == 0)
+            else if (threadIdx.x == DECODE_WARPS * 32)
                 sh.ahead_stages = 0;
         }
         __syncthreads();

@@ -183,56 +183,61 @@ static __device__ __forceinline__ void grouped_copy(grouped_shared_t &sh,
                                                     const ffn_cuda_part_t *parts)
 {
     const uint32_t thread = threadIdx.x % 128, piece = thread % 8, row0 = thread / 8;
-    const char *activations = (const char *)lane->workspace.activations;
+    // Read once: after each copy the compiler would read the Lane again.
+    const char *const input = (const char *)lane->input;
+    const char *const activations = (const char *)lane->workspace.activations;
+    const uint32_t *const row_ids = lane->workspace.row_ids;
+    const uint32_t ring = ptx_shared(sh.stage[0]), full = ptx_shared(sh.full);
+    const uint32_t empty = ptx_shared(sh.empty);
     // Rows of a thread are 16 apart, so that its place in the swizzle is the same in all of them.
     const uint32_t place = row0 * 128 + (piece ^ row0 % 8) * 16;
     uint32_t stage = 0, parity = 0;
     for (uint32_t number = blockIdx.x; number < p.total; number += gridDim.x) {
         const grouped_work_t w = work_at<DOWN>(p, number);
         const ffn_cuda_part_t part = parts[w.tile.part];
-        const char *rows[GROUPED_ROWS / 16];
+        const uint64_t pitch = (uint64_t)w.depth * 2;
+        const char *rows[GROUPED_ROWS / 16]; // where this thread's piece of each of its rows begins
 #pragma unroll
         for (uint32_t i = 0; i < GROUPED_ROWS / 16; i++) {
             const uint32_t row = i * 16 + row0, at = w.tile.first + row;
             rows[i] = NULL;
             if (row >= w.tile.rows)
                 continue;
-            if (!DOWN)
-                rows[i] = (const char *)lane->input +
-                          (uint64_t)(w.shared_part ? at : lane->workspace.row_ids[at]) * w.depth * 2;
+            if (DOWN)
+                rows[i] = activations + (w.shared_part ? p.pairs * p.intermediate * 2 : 0) + at * pitch;
             else
-                rows[i] = activations +
-                          ((w.shared_part ? p.pairs * p.intermediate : 0) + (uint64_t)at * w.depth) * 2;
+                rows[i] = input + (w.shared_part ? at : row_ids[at]) * pitch;
             rows[i] += piece * 16;
         }
         const uint32_t rest = (DOWN ? p.hidden : w.width) - w.column; // weight rows from there on
-        const uint64_t skip = ((uint64_t)w.column + row0) * w.depth * 2 + piece * 16;
+        const uint64_t skip = (w.column + row0) * pitch + piece * 16;
         const char *first = (const char *)(DOWN ? part.down : part.gate) + skip;
-        const char *second = DOWN ? first + (uint64_t)128 * w.depth * 2 : (const char *)part.up + skip;
+        const char *second = DOWN ? first + 128 * pitch : (const char *)part.up + skip;
         const uint32_t first_rows = min(rest, 128u);
         const uint32_t second_rows = DOWN ? min(rest - first_rows, 128u) : first_rows;
+        // How many of this thread's eight rows of each half exist.
+        const uint32_t first_count = first_rows > row0 ? (first_rows - row0 + 15) / 16 : 0;
+        const uint32_t second_count = second_rows > row0 ? (second_rows - row0 + 15) / 16 : 0;
         for (uint32_t k = 0; k < w.depth; k += GROUPED_DEPTH) {
-            const uint32_t bytes = k + piece * 8 < w.depth ? 16 : 0;
+            const uint32_t bytes = k + piece * 8 < w.depth ? 16 : 0; // past the end: zeros
             const uint64_t along = bytes ? (uint64_t)k * 2 : 0;
-            ptx_barrier_wait(ptx_shared(&sh.empty[stage]), parity ^ 1);
-            const uint32_t to = ptx_shared(sh.stage[stage]) + place;
+            const uint32_t to = ring + stage * GROUPED_STAGE_BYTES + place;
+            ptx_barrier_wait(empty + stage * 8, parity ^ 1);
+            const char *from = first + along;
+#pragma unroll
+            for (uint32_t i = 0; i < 8; i++, from += 16 * pitch)
+                if (i < first_count)
+                    copy_sixteen(to + (i + 8) * 2048, bytes ? from : input, bytes);
+            from = second + along;
+#pragma unroll
+            for (uint32_t i = 0; i < 8; i++, from += 16 * pitch)
+                if (i < second_count)
+                    copy_sixteen(to + (i + 16) * 2048, bytes ? from : input, bytes);
 #pragma unroll
             for (uint32_t i = 0; i < GROUPED_ROWS / 16; i++)
                 if (rows[i])
-                    copy_sixteen(to + i * 2048, bytes ? rows[i] + along : lane->input, bytes);
-#pragma unroll
-            for (uint32_t i = 0; i < 8; i++)
-                if (i * 16 + row0 < first_rows)
-                    copy_sixteen(to + (i + 8) * 2048,
-                                 bytes ? first + (uint64_t)i * 16 * w.depth * 2 + along : lane->input,
-                                 bytes);
-#pragma unroll
-            for (uint32_t i = 0; i < 8; i++)
-                if (i * 16 + row0 < second_rows)
-                    copy_sixteen(to + (i + 16) * 2048,
-                                 bytes ? second + (uint64_t)i * 16 * w.depth * 2 + along : lane->input,
-                                 bytes);
-            copies_arrive(ptx_shared(&sh.full[stage]));
+                    copy_sixteen(to + i * 2048, bytes ? rows[i] + along : input, bytes);
+            copies_arrive(full + stage * 8);
             if (++stage == GROUPED_STAGES) {
                 stage = 0;
                 parity ^= 1;

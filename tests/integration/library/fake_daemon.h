@@ -74,15 +74,14 @@ static inline void fake_on_workload(fake_daemon_t *fake)
     switch (fake->answer) {
     case FAKE_ADMIT:
         out.which_body = xpw_Envelope_admitted_tag;
-        out.body.admitted =
-            (xpw_Admitted){.generation = 1,
-                           .hidden = FAKE_HIDDEN,
-                           .max_rows = FAKE_MAX_ROWS,
-                           .kv_tokens = 1024,
-                           .max_context = 512,
-                           .spin_ns = 20000,
-                           .submission_timeout_ns = fake->submission_timeout_ns,
-                           .dp_size = fake->dp_size};
+        out.body.admitted = (xpw_Admitted){.generation = 1,
+                                           .hidden = FAKE_HIDDEN,
+                                           .max_rows = FAKE_MAX_ROWS,
+                                           .kv_tokens = 1024,
+                                           .max_context = 512,
+                                           .spin_ns = 20000,
+                                           .submission_timeout_ns = fake->submission_timeout_ns,
+                                           .dp_size = fake->dp_size};
         break;
     case FAKE_REFUSE:
     case FAKE_STOPPING:

@@ -53,6 +53,7 @@ static void every_allowed_variable_is_read(void **state)
         {"gateway.http", "[::1]:82", "\"[::1]:82\""},
         {"vendor.model_base_uri", "file:///srv/a%20b", "\"/srv/a b\""},
         {"cache.root", "/tmp/cache", "\"/tmp/cache\""},
+        {"observe.folder", "/tmp/observe", "\"/tmp/observe\""},
         {"logging.level", "warn", "\"warning\""},
         {"logging.format", "json", "\"json\""},
         {"logging.color", "never", "\"never\""},
@@ -488,6 +489,8 @@ static void digest_sees_every_other_setting(void **state)
         "deadlines.drain=1",
         "deadlines.stop=1",
         "cache.root=/tmp/other",
+        "observe.folder=/tmp/other",
+        "observe.records=1",
     };
     uint32_t settings = 0;
     for (uint32_t i = 0; i < config_setting_count; i++)

@@ -230,6 +230,15 @@ static void data_parallel_ranks_hold_everything_and_their_own_rows(void **state)
     assert_int_equal(instance->atn_dp, 2);
     assert_int_equal(instance->max_rows, 64);
     assert_int_equal(instance->delivery, FABRIC_DELIVERY_SINGLE_COMPLETE);
+    /* Only lm_head is shared: 192 of its rows here, all 320 of the embedding's. */
+    uint64_t rest = 24 * 16 + 8 * 16 + 4 + 2 * 32 * 4 + 16 * 16 + 3 * 16;
+    assert_int_equal(result->models[0].attention_bytes, 4 * ((320 + 192) * 16 + rest));
+    planner_free(result);
+    char *own_head = "--enable-dp-lm-head";
+    config->models[0].engine_args[0] = own_head;
+    config->models[0].engine_arg_count = 1;
+    result = plan(config);
+    assert_int_equal(result->models[0].attention_bytes, 4 * ((320 + 320) * 16 + rest));
     planner_free(result);
     free(config);
 }

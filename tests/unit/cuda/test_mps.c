@@ -10,7 +10,6 @@
 #include <cmocka.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <libgen.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -411,8 +410,7 @@ static void test_run_limits(void **state)
 
 int main(int argc, char **argv)
 {
-    char *name = strdup(argv[0]);
-    const char *last = basename(name);
+    const char *slash = strrchr(argv[0], '/'), *last = slash ? slash + 1 : argv[0];
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1);
     if (length < 0)
         return 1;
@@ -424,7 +422,6 @@ int main(int argc, char **argv)
     }
     if (!strcmp(last, MPS_CONTROL_PROGRAM))
         return argc > 1 ? fake_controller() : fake_front_end();
-    free(name);
 
     snprintf(scratch, sizeof(scratch), "/tmp/xpool-test-mps-XXXXXX");
     if (!mkdtemp(scratch))

@@ -3,6 +3,8 @@
  * Execution of every kind of layer against doubles, whole and as tensor parallel shards, and the
  * promise that a row's output depends on nothing but the row.
  */
+#include <unistd.h>
+
 #include "support.h"
 
 #define ROWS 21
@@ -197,6 +199,22 @@ static void test_zero_rows_and_zero_output(void **state)
     ffn_runtime_stats(runtime, &stats);
     assert_int_equal(stats.executions, 2);
     assert_int_equal(stats.rows, 3);
+    ffn_runtime_destroy(runtime);
+
+    /* By a file: zeros while it exists, and only then. */
+    char path[] = "/tmp/xpool-zero-XXXXXX";
+    int fd = mkstemp(path);
+    assert_true(fd >= 0);
+    close(fd);
+    config.zero_output = false;
+    config.zero_path = path;
+    assert_int_equal(ffn_runtime_create(&config, &runtime), XP_OK);
+    install_ok(runtime, &install);
+    assert_int_equal(ffn_runtime_execute(runtime, 0, 0, 0, 1, in, out), XP_OK);
+    assert_true(out[0] == 0);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(ffn_runtime_execute(runtime, 0, 0, 0, 1, in, out), XP_OK);
+    assert_true(out[0] != 0);
     ffn_runtime_destroy(runtime);
     free(in);
     free(out);

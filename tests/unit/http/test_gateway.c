@@ -179,7 +179,7 @@ static void start(http_gateway_config_t config)
 
 static int set_up(void **state)
 {
-    start((http_gateway_config_t){0});
+    start((http_gateway_config_t){.gone_timeout_ms = 200});
     return 0;
 }
 
@@ -318,6 +318,46 @@ static void a_backend_that_dies_in_a_stream(void **state)
     assert_int_equal(stats().models[0].errors, 3);
 }
 
+/* An engine's main process may keep its connections open for seconds after a part of it died. */
+static void a_backend_that_is_gone_but_keeps_its_connection(void **state)
+{
+    char text[8192] = "";
+    f.a.first = f.b.first = SSE "9\r\ndata: 1\n\n\r\n";
+    int fd = send_chat("a"), other = send_chat("org/b");
+    receive_until(fd, text, sizeof(text), "data: 1\n\n");
+    wait_for(f.b.accepted == 1);
+    set_backend("a", 0, HTTP_BACKEND_DOWN, "rank 0 died");
+    receive_until(fd, text, sizeof(text), "model a: its Instance has gone: rank 0 died");
+    receive_until(fd, text, sizeof(text), "0\r\n\r\n");
+    wait_for(f.a.closed_by_peer == 1);
+    close(fd);
+    /* What is back is another Instance: the timer does not touch it, nor other models. */
+    set_backend("a", f.a.port, HTTP_BACKEND_UP, NULL);
+    text[0] = '\0';
+    fd = send_chat("a");
+    receive_until(fd, text, sizeof(text), "data: 1\n\n");
+    usleep(400000);
+    assert_int_equal(open_requests(), 2);
+    close(fd);
+    close(other);
+    wait_for(open_requests() == 0);
+}
+
+/* What it had sent before it went is passed on. */
+static void a_backend_that_ends_its_answer_while_it_goes(void **state)
+{
+    f.a.first = SSE "9\r\ndata: 1\n\n\r\n";
+    f.a.second = "9\r\ndata: 2\n\n\r\n0\r\n\r\n";
+    int fd = send_chat("a");
+    wait_for(f.a.accepted == 1);
+    set_backend("a", 0, HTTP_BACKEND_DOWN, "stopped");
+    f.a.go = true;
+    response_t r = client_receive(fd);
+    assert_string_equal(r.body, "data: 1\n\ndata: 2\n\n");
+    response_free(&r);
+    close(fd);
+}
+
 static void a_backend_that_dies_otherwise(void **state)
 {
     f.a.go = true;
@@ -396,6 +436,27 @@ static void expect_error(int fd, int status, const char *code, const char *part)
     json_decref(root);
     response_free(&r);
     close(fd);
+}
+
+static void do_fail(void *context)
+{
+    http_gateway_fail(f.gateway, "agent x died", 100);
+}
+
+/* Streams and whole answers, of every model. */
+static void a_failed_system_tells_its_clients(void **state)
+{
+    char text[8192] = "";
+    f.a.first = SSE "9\r\ndata: 1\n\n\r\n";
+    int fd = send_chat("a"), other = send_chat("org/b");
+    receive_until(fd, text, sizeof(text), "data: 1\n\n");
+    wait_for(f.b.accepted == 1);
+    loop_do(&f.loop, do_fail, NULL);
+    receive_until(fd, text, sizeof(text), "its Instance has gone: agent x died");
+    receive_until(fd, text, sizeof(text), "0\r\n\r\n");
+    expect_error(other, 502, "backend_failed", "agent x died");
+    close(fd);
+    expect_error(send_chat("a"), 503, NULL, "agent x died");
 }
 
 static int send_body(const char *path, const char *body)
@@ -649,6 +710,9 @@ int main(void)
         CASE(streams_without_waiting),
         CASE(a_client_that_leaves_closes_the_backend),
         CASE(a_backend_that_dies_in_a_stream),
+        CASE(a_backend_that_is_gone_but_keeps_its_connection),
+        CASE(a_backend_that_ends_its_answer_while_it_goes),
+        CASE(a_failed_system_tells_its_clients),
         CASE(a_backend_that_dies_otherwise),
         CASE(answers_that_end_by_close),
         CASE(statuses_pass),

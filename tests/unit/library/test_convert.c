@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Element conversion against the compiler's own half type and against exact arithmetic: every 16-bit
- * pattern one way, every float of chosen ranges and every rounding border the other. */
+/* Element conversion against the compiler's own half type and against exact arithmetic: every
+ * 16-bit pattern one way, every float of chosen ranges and every rounding border the other. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -31,8 +31,8 @@ static float value_of(uint32_t bits)
 /* The value of a 16-bit pattern, by its definition. */
 static double half_value(uint32_t half, int exponent_bits, int fraction_bits)
 {
-    int bias = (1 << (exponent_bits - 1)) - 1, exponent = (int)(half >> fraction_bits) &
-                                                          ((1 << exponent_bits) - 1);
+    int bias = (1 << (exponent_bits - 1)) - 1,
+        exponent = (int)(half >> fraction_bits) & ((1 << exponent_bits) - 1);
     double fraction = (double)(half & ((1u << fraction_bits) - 1)) / (double)(1 << fraction_bits);
     double sign = half & 0x8000u ? -1 : 1;
     if (exponent == (1 << exponent_bits) - 1)
@@ -58,7 +58,8 @@ static void check_to_f32(uint32_t dtype, int exponent_bits, int fraction_bits)
     }
 }
 
-/* Nearest, ties to even: no neighbour is nearer, and of two equally near ones the even was taken. */
+/* Nearest, ties to even: no neighbour is nearer, and of two equally near ones the even was taken.
+ */
 static void check_one(uint32_t dtype, int exponent_bits, int fraction_bits, uint32_t bits)
 {
     float value = value_of(bits);
@@ -84,8 +85,8 @@ static void check_one(uint32_t dtype, int exponent_bits, int fraction_bits, uint
         if (magnitude == 0 && side < 0)
             continue;
         uint32_t other = magnitude + (uint32_t)side;
-        double reach = other == infinity ? largest + step
-                                         : half_value(other, exponent_bits, fraction_bits);
+        double reach =
+            other == infinity ? largest + step : half_value(other, exponent_bits, fraction_bits);
         double there = fabs(reach - exact);
         if (there < error || (there == error && magnitude & 1))
             fail_msg("%08x -> %04x: %04x is nearer or even", bits, half, other);

@@ -73,6 +73,28 @@ static void run_take(const fake_launch_t *launch)
     transport_device_take(state);
 }
 
+static void step(void);
+static void part(fake_launch_t *to, const fake_kernel_t *kernel, const fake_launch_t *from,
+                 const int *arguments, int count)
+{
+    memset(to, 0, sizeof(*to));
+    to->kernel = kernel;
+    for (int i = 0; i < count; i++)
+        memcpy(to->values[i], from->values[arguments[i]], FAKE_VALUE_MAX);
+}
+static const fake_kernel_t kernels[11];
+static void run_call(const fake_launch_t *launch)
+{
+    static fake_launch_t one;
+    part(&one, &kernels[0], launch, (const int[]){0, 1, 2, 3, 4, 5, 7, 8}, 8);
+    run_put(&one);
+    step();
+    part(&one, &kernels[1], launch, (const int[]){0, 1, 10, 11}, 4);
+    run_wait(&one);
+    part(&one, &kernels[2], launch, (const int[]){0, 1, 4, 6, 7, 9}, 6);
+    run_take(&one);
+}
+
 static void run_arena_start(const fake_launch_t *launch)
 {
     memcpy(pointer(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
@@ -165,7 +187,7 @@ static bool resident_busy(cuda_stream_t stream)
     return false;
 }
 
-static const fake_kernel_t kernels[] = {
+static const fake_kernel_t kernels[11] = {
     {"transport_put", run_put, {8, 8, 8, 4, 4, 8, 8, 8}},
     {"transport_wait", run_wait, {8, 8, 8, 8}},
     {"transport_take", run_take, {8, 8, 4, 8, 8, 8}},
@@ -176,6 +198,7 @@ static const fake_kernel_t kernels[] = {
     {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
     {"transport_post", run_post, {8, 4}},
     {"resident", run_resident, {8, 8, 8}},
+    {"transport_call", run_call, {8, 8, 8, 4, 4, 8, 8, 8, 8, 8, 8, 8}},
 };
 #define RESIDENT ((cuda_function_t)(uintptr_t)&kernels[9])
 
@@ -207,7 +230,7 @@ static xp_status_t attach(void)
 
 static int setup(void **state)
 {
-    fake_reset(kernels, sizeof(kernels) / sizeof(kernels[0]));
+    fake_reset(kernels, 11);
     fake.before_read = step;
     fake.after_launch = step_after_put;
     fake.busy = resident_busy;
@@ -291,6 +314,39 @@ static void test_calls(void **state)
     assert_int_equal(report.requests, calls);
     assert_int_equal(report.rows, rows);
     assert_int_equal(report.now, TRANSPORT_SLOT_ATTACHED);
+}
+
+/* More rows than one block moves: three launches, the same result. */
+static void test_many_rows(void **state)
+{
+    enum { WIDE = 4096, MANY = 5 };
+    static uint16_t from[MANY * WIDE], to[MANY * WIDE];
+    const transport_geometry_t wide = {
+        .hidden = WIDE, .max_rows = MANY, .dtype = XP_DTYPE_F16, .dp_size = 1};
+    transport_cuda_client_t *many;
+    uint32_t many_slot;
+    int fd;
+    assert_int_equal(transport_cuda_client_create(&device, &wide, &life, 100, &many), XP_OK);
+    assert_int_equal(transport_cuda_client_export(many, &fd), XP_OK);
+    assert_int_equal(transport_cuda_server_attach(server, fd, &wide, 6, SOON, &many_slot), XP_OK);
+    close(fd);
+    for (uint32_t rows = 1; rows <= MANY; rows++) {
+        transport_tensor_t input = tensor(from, rows), output = tensor(to, rows);
+        transport_live_t record = {.rows = rows};
+        input.width = input.row_stride = output.width = output.row_stride = WIDE;
+        input.dtype = output.dtype = XP_DTYPE_F16;
+        for (uint32_t i = 0; i < MANY * WIDE; i++)
+            from[i] = (uint16_t)(i * 7 + rows);
+        uint64_t calls = fake.calls;
+        assert_int_equal(transport_cuda_client_live_write(many, &record, NULL), XP_OK);
+        assert_int_equal(transport_cuda_client_call(many, rows, 0, &input, &output, NULL), XP_OK);
+        assert_int_equal(fake.calls - calls, rows * WIDE * 2 > 16384 ? 4 : 2);
+        assert_int_equal(transport_cuda_client_finish(many, SOON), XP_OK);
+        for (uint32_t i = 0; i < rows * WIDE; i++)
+            assert_int_equal(to[i], (uint16_t)(from[i] + rows + 1));
+    }
+    assert_int_equal(transport_cuda_server_detach(server, many_slot, SOON), XP_OK);
+    transport_cuda_client_destroy(many);
 }
 
 static void test_graph(void **state)
@@ -553,9 +609,9 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
-        TEST(test_calls),    TEST(test_graph),   TEST(test_ends),    TEST(test_timeout),
-        TEST(test_close),    TEST(test_misuse),  TEST(test_attach),  TEST(test_next_agent),
-        TEST(test_nonsense), TEST(test_tensors), TEST(test_ladders),
+        TEST(test_calls),      TEST(test_many_rows), TEST(test_graph),   TEST(test_ends),
+        TEST(test_timeout),    TEST(test_close),     TEST(test_misuse),  TEST(test_attach),
+        TEST(test_next_agent), TEST(test_nonsense),  TEST(test_tensors), TEST(test_ladders),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
