@@ -141,6 +141,45 @@ static void lanes_free(ffn_kit_t *kit, bench_lanes_t *l)
     ffn_kit_free(kit, l->workspace);
 }
 
+/* Fits the blocks' shares to what each multiprocessor gets; prints how uneven they were. */
+static void lanes_calibrate(ffn_kit_t *kit, bench_lanes_t *l)
+{
+    enum { ROUNDS = 8 };
+    static uint32_t shares[2][FFN_CUDA_MAX_BLOCKS + 1], cycles[2][FFN_CUDA_MAX_BLOCKS];
+    const ffn_cuda_workspace_t *w = &l->lane[0].workspace;
+    const uint32_t blocks = kit->kernels.blocks;
+    memset(shares, 0, sizeof(shares));
+    for (uint32_t round = 0; round <= ROUNDS; round++) {
+        static double times[2][FFN_CUDA_MAX_BLOCKS];
+        memset(times, 0, sizeof(times));
+        for (uint32_t i = 0; i < 6; i++) {
+            CHECK_OK(ffn_cuda_decode(&kit->kernels, l->at[i % l->count], kit->stream));
+            ffn_kit_wait(kit, kit->stream);
+            ffn_kit_read(kit, (cuda_address_t)(uintptr_t)w->cycles, cycles, sizeof(cycles));
+            for (uint32_t b = 0; b < blocks; b++)
+                for (uint32_t phase = 0; phase < 2; phase++)
+                    times[phase][b] += cycles[phase][b] / 6.0;
+        }
+        for (uint32_t phase = 0; phase < 2; phase++) {
+            double least = times[phase][0], most = 0, sum = 0;
+            for (uint32_t b = 0; b < blocks; b++) {
+                const double t = times[phase][b];
+                least = t < least ? t : least;
+                most = t > most ? t : most;
+                sum += t / blocks;
+                cycles[phase][b] = (uint32_t)t;
+            }
+            if (round % ROUNDS == 0 || round == 2)
+                printf("# round %u phase %u: cycles least %.0f mean %.0f most %.0f\n", round, phase,
+                       least, sum, most);
+        }
+        if (round < ROUNDS) {
+            ffn_cuda_shares_adjust(blocks, cycles, shares);
+            ffn_kit_write(kit, (cuda_address_t)(uintptr_t)w->shares, shares, sizeof(shares));
+        }
+    }
+}
+
 /* Microseconds a layer of a captured sequence of decode launches. */
 static double decode_graph_us(ffn_kit_t *kit, bench_lanes_t *l)
 {
@@ -228,6 +267,11 @@ static void bench_dense_decode(ffn_kit_t *kit)
     bench_lanes_t l;
     ffn_kit_model_make(kit, &s, 6, 1, false, &m);
     lanes_make(kit, &m, 6, FFN_CUDA_DECODE_ROWS, 0, &l);
+    lanes_rows(kit, &l, 1);
+    const double equal = decode_graph_us(kit, &l);
+    lanes_calibrate(kit, &l);
+    printf("# captured launches, 1 row: %.2f us with equal shares, %.2f with fitted ones\n", equal,
+           decode_graph_us(kit, &l));
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         char metric[96], note[200];
         const char *target = counts[i] == 1 ? ">= 0.95" : (counts[i] == 16 ? ">= 0.90" : NULL);

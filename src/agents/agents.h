@@ -6,6 +6,10 @@
 
 #include "config/config.h"
 
+/* Of a process that could not become another program, as shells have it. */
+#define AGENTS_EXIT_NOT_EXECUTABLE 126
+#define AGENTS_EXIT_NOT_FOUND      127
+
 int atnagent_run(const config_t *config, const char *device);
 int ffnagent_run(const config_t *config, const char *device);
 int instance_run(const config_t *config, const char *model_id); /* the native engine */

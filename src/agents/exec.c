@@ -11,9 +11,6 @@
 #include "agents/environment.h"
 #include "base/log.h"
 
-#define EXIT_NOT_EXECUTABLE 126 /* as shells have it */
-#define EXIT_NOT_FOUND      127
-
 int exec_run(const config_t *config, const config_overrides_t *overrides, const char *model_id,
              char *const *command)
 {
@@ -37,8 +34,8 @@ int exec_run(const config_t *config, const config_overrides_t *overrides, const 
     if (error == ENOENT || error == ENOTDIR) {
         xp_log_err("cannot start %s: %s", command[0],
                    strchr(command[0], '/') ? strerror(error) : "no program of this name in PATH");
-        return EXIT_NOT_FOUND;
+        return AGENTS_EXIT_NOT_FOUND;
     }
     xp_log_err("cannot start %s: %s", command[0], strerror(error));
-    return EXIT_NOT_EXECUTABLE;
+    return AGENTS_EXIT_NOT_EXECUTABLE;
 }

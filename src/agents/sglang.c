@@ -6,12 +6,10 @@
  * exec.
  */
 #include <errno.h>
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
 #include <spawn.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,15 +25,13 @@
 #include "base/log.h"
 #include "control/planner.h"
 
-#define SGLANG_HOST         "127.0.0.1"
-#define SGLANG_MAX_WORDS    (96 + CONFIG_MAX_ENGINE_ARGS)
-#define SGLANG_TEXT_BYTES   4096
-#define CHECK_TIMEOUT_NS    (5 * XP_NS_PER_S)
-#define CHECK_PERIOD_NS     (10 * XP_NS_PER_MS)
-#define CHECK_NO_SGLANG     3
-#define CHECK_NO_PLUGIN     4
-#define EXIT_NOT_EXECUTABLE 126
-#define EXIT_NOT_FOUND      127
+#define SGLANG_HOST       "127.0.0.1"
+#define SGLANG_MAX_WORDS  (96 + CONFIG_MAX_ENGINE_ARGS)
+#define SGLANG_TEXT_BYTES 4096
+#define CHECK_TIMEOUT_NS  (5 * XP_NS_PER_S)
+#define CHECK_PERIOD_NS   (10 * XP_NS_PER_MS)
+#define CHECK_NO_SGLANG   3
+#define CHECK_NO_PLUGIN   4
 /* The ports that the kernel hands out by itself begin above; SGLang binds its own only after half a
  * minute of imports, by when one of those may be somebody's. */
 #define PORT_FIRST 20000u
@@ -296,5 +292,5 @@ int sglang_run(const config_t *config, const config_overrides_t *overrides, cons
     execvp(command.words[0], command.words);
     int error = errno;
     xp_log_err("models[%s].python: cannot start %s: %s", model->id, python, strerror(error));
-    return error == ENOENT ? EXIT_NOT_FOUND : EXIT_NOT_EXECUTABLE;
+    return error == ENOENT ? AGENTS_EXIT_NOT_FOUND : AGENTS_EXIT_NOT_EXECUTABLE;
 }

@@ -191,12 +191,14 @@ static json_t *plan_json(const config_t *config, const plan_result_t *plan)
             json_array_append_new(ranks, json_string(config->atn[model->rank_atn[r]].name));
         json_array_append_new(
             models,
-            json_pack("{s:s,s:s,s:s,s:o,s:o,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "id",
+            json_pack("{s:s,s:s,s:s,s:o,s:o,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "id",
                       config->models[m].id, "architecture", model->spec.architecture_name, "engine",
                       config_engine_name(config->models[m].engine), "attention_devices", ranks,
-                      "execution_group", group, "weight_set", (int)model->weights, "ffn_tp_size",
-                      (int)weights->tp_size, "ffn_shard_bytes", (json_int_t)weights->shard_bytes,
-                      "attention_bytes", (json_int_t)model->attention_bytes, "workspace_bytes",
+                      "execution_group", group, "delivery",
+                      fabric_delivery_name(plan->plan.instances[m].delivery), "weight_set",
+                      (int)model->weights, "ffn_tp_size", (int)weights->tp_size, "ffn_shard_bytes",
+                      (json_int_t)weights->shard_bytes, "attention_bytes",
+                      (json_int_t)model->attention_bytes, "workspace_bytes",
                       (json_int_t)model->workspace_bytes, "kv_bytes", (json_int_t)model->kv_bytes,
                       "kv_tokens", (json_int_t)model->kv_tokens, "max_context",
                       (json_int_t)model->max_context, "max_rows", (json_int_t)model->max_rows));

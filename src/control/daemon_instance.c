@@ -168,6 +168,25 @@ static void release_arena(daemon_instance_t *instance, uint32_t index)
     }
 }
 
+/* The Instance is over: its leases are taken back at once, and its ranks, which may still be there,
+ * have deadlines.stop to end. */
+static void begin_end(daemon_instance_t *instance, const char *why)
+{
+    if (!instance->absence[0]) /* else it told why itself */
+        snprintf(instance->absence, sizeof(instance->absence), "%s", why);
+    instance->ending = true;
+    instance->ending_ns = xp_monotonic_ns();
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        release_arena(instance, r);
+        daemon_send_stop(instance->ranks[r].participant, xpw_StopPhase_STOP_FINALIZE,
+                         instance->daemon->config->deadlines.stop);
+    }
+    instance->healthy = instance->was_healthy = false;
+    instance->healthy_at_ns = 0;
+    instance->port = 0;
+    memset(&instance->stats, 0, sizeof(instance->stats));
+}
+
 void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
                               const xpw_ArenaAttached *attached)
 {
@@ -181,11 +200,11 @@ void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
         return; /* of an Instance that has gone meanwhile */
     if (attached->error[0]) {
         /* The Instance is not to blame; it leaves in order, and its model says why. */
-        xp_log_err("model %s: its arena was not attached: %s", configured(instance)->id,
-                   attached->error);
-        snprintf(instance->absence, sizeof(instance->absence), "its arena was not attached: %.200s",
-                 attached->error);
-        daemon_send_stop(rank->participant, xpw_StopPhase_STOP_FINALIZE, 0);
+        char why[256];
+        snprintf(why, sizeof(why), "its arena was not attached: %.200s", attached->error);
+        xp_log_err("model %s: %s", configured(instance)->id, why);
+        begin_end(instance, why);
+        daemon_instance_refresh(instance);
         return;
     }
     rank->state = RANK_ATTACHED;
@@ -220,21 +239,9 @@ void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t index, cons
     gone->participant = NULL;
     gone->state = RANK_ABSENT;
     if (!instance->ending) {
-        if (!instance->absence[0]) /* else it told why itself */
-            snprintf(instance->absence, sizeof(instance->absence), "%s", why);
+        begin_end(instance, why);
         if (!daemon->failed && daemon->state < DAEMON_QUIESCING)
             xp_log_warn("model %s: %s", configured(instance)->id, instance->absence);
-        instance->ending = true;
-        instance->ending_ns = xp_monotonic_ns();
-        for (uint32_t r = 0; r < instance->rank_count; r++) {
-            release_arena(instance, r);
-            daemon_send_stop(instance->ranks[r].participant, xpw_StopPhase_STOP_FINALIZE,
-                             daemon->config->deadlines.stop);
-        }
-        instance->healthy = instance->was_healthy = false;
-        instance->healthy_at_ns = 0;
-        instance->port = 0;
-        memset(&instance->stats, 0, sizeof(instance->stats));
     }
     instance->ending = daemon_instance_present(instance);
     daemon_instance_refresh(instance);
@@ -247,6 +254,8 @@ static void kill_rank(daemon_instance_t *instance, uint32_t index, const char *w
         return;
     xp_log_err("model %s, rank %u (pid %d): %s: killed", configured(instance)->id, index,
                (int)participant->pid, why);
+    if (!instance->absence[0])
+        snprintf(instance->absence, sizeof(instance->absence), "%s", why);
     daemon_participant_kill(participant);
     daemon_participant_gone(participant);
 }
@@ -265,7 +274,7 @@ void daemon_instances_drop_late(daemon_t *daemon)
             if (rank->state == RANK_HELLO &&
                 now - rank->participant->since_ns > WORKLOAD_TIMEOUT_NS)
                 kill_rank(instance, r, "it sent no Workload");
-            else if (instance->ending && now - instance->ending_ns > stop_ns)
+            else if (instance->ending && now > instance->ending_ns + stop_ns)
                 kill_rank(instance, r, "it did not end with its Instance (deadlines.stop)");
         }
         if (instance->state == INSTANCE_ABSENT || instance->state == INSTANCE_SERVING ||
@@ -276,7 +285,6 @@ void daemon_instances_drop_late(daemon_t *daemon)
                  "its Instance did not pass the initialisation barrier within %g s "
                  "(deadlines.startup; it was %s)",
                  daemon->config->deadlines.startup, daemon_instance_state_name(instance->state));
-        snprintf(instance->absence, sizeof(instance->absence), "%s", why);
         for (uint32_t r = 0; r < instance->rank_count; r++)
             kill_rank(instance, r, why);
     }
@@ -474,8 +482,7 @@ static void on_initialized(daemon_instance_t *instance, daemon_participant_t *pa
     daemon_advance(instance->daemon);
 }
 
-static void on_fail_report(daemon_instance_t *instance, daemon_participant_t *participant,
-                           const xpw_FailReport *report)
+static void on_fail_report(daemon_instance_t *instance, const xpw_FailReport *report)
 {
     /* An Instance's own failure ends that Instance, not the Generation; but a system that
      * `xpool up` starts as a whole does not start without one of its models. */
@@ -484,8 +491,8 @@ static void on_fail_report(daemon_instance_t *instance, daemon_participant_t *pa
         return;
     }
     xp_log_err("%s: %s", report->who, report->what);
-    snprintf(instance->absence, sizeof(instance->absence), "%.255s", report->what);
-    daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
+    begin_end(instance, report->what);
+    daemon_instance_refresh(instance);
 }
 
 void daemon_instance_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
@@ -509,7 +516,7 @@ void daemon_instance_message(daemon_participant_t *participant, const xpw_Envelo
             instance->stats = envelope->body.instance_stats;
         break;
     case xpw_Envelope_fail_report_tag:
-        on_fail_report(instance, participant, &envelope->body.fail_report);
+        on_fail_report(instance, &envelope->body.fail_report);
         break;
     case xpw_Envelope_leave_tag:
         daemon_send_stop(participant, xpw_StopPhase_STOP_DRAIN,

@@ -15,6 +15,12 @@ _Static_assert(sizeof(fabric_header_t) <= FABRIC_PAGE, "the header is one page")
 
 #define PLAN_MAX_SPIN_NS 10000000u /* 10 ms: a longer spin is a mistake in units */
 
+const char *fabric_delivery_name(uint32_t delivery)
+{
+    static const char *const names[] = {"direct-partial", "single-complete", "replicated-complete"};
+    return delivery < sizeof(names) / sizeof(names[0]) ? names[delivery] : "unknown";
+}
+
 static xp_status_t plan_check_instance(const fabric_plan_t *plan, uint32_t index)
 {
     const fabric_plan_instance_t *instance = &plan->instances[index];

@@ -40,6 +40,8 @@ typedef enum fabric_delivery {
     FABRIC_DELIVERY_SINGLE_COMPLETE,
     FABRIC_DELIVERY_REPLICATED_COMPLETE,
 } fabric_delivery_t;
+/* "direct-partial", "single-complete", "replicated-complete", "unknown". */
+const char *fabric_delivery_name(uint32_t delivery);
 
 /* AUTO: eager for one participant, long otherwise. LONG and EAGER force one (tests, benchmarks);
  * EAGER with several participants is refused. */

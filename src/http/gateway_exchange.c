@@ -105,11 +105,17 @@ static void exchange_fail(gateway_exchange_t *exchange, int status, const char *
     }
 }
 
+static void start_gone_timer(http_gateway_t *gateway)
+{
+    uint32_t milliseconds = gateway->config.gone_timeout_ms;
+    struct timeval wait = {milliseconds / 1000, (suseconds_t)(milliseconds % 1000) * 1000};
+    if (!evtimer_pending(gateway->gone_timer, NULL))
+        evtimer_add(gateway->gone_timer, &wait);
+}
+
 void gateway_exchanges_gone(http_gateway_t *gateway, const gateway_backend_t *backend)
 {
     gateway_exchange_t *exchange;
-    uint32_t milliseconds = gateway->config.gone_timeout_ms;
-    struct timeval wait = {milliseconds / 1000, (suseconds_t)(milliseconds % 1000) * 1000};
     bool any = false;
     TAILQ_FOREACH(exchange, &gateway->exchanges, entry)
     {
@@ -118,21 +124,26 @@ void gateway_exchanges_gone(http_gateway_t *gateway, const gateway_backend_t *ba
         exchange->gone = true;
         any = true;
     }
-    if (any && !evtimer_pending(gateway->gone_timer, NULL))
-        evtimer_add(gateway->gone_timer, &wait);
+    if (any)
+        start_gone_timer(gateway);
 }
 
 void gateway_exchanges_end_gone(http_gateway_t *gateway)
 {
     gateway_exchange_t *exchange = TAILQ_FIRST(&gateway->exchanges);
+    bool waiting = false;
     while (exchange) {
         gateway_exchange_t *next = TAILQ_NEXT(exchange, entry);
         /* A client that reads slowly still gets what the backend has sent. */
-        if (exchange->gone && !exchange->paused)
+        if (exchange->gone && exchange->paused)
+            waiting = true;
+        else if (exchange->gone)
             exchange_fail(exchange, 502, "its Instance has gone%s%s",
                           exchange->backend->reason[0] ? ": " : "", exchange->backend->reason);
         exchange = next;
     }
+    if (waiting)
+        start_gone_timer(gateway);
 }
 
 static bool is_event_stream(const http_head_t *head)

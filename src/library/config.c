@@ -186,8 +186,7 @@ xpool_status_t xpool_config_model_info(const xpool_config_t *config, const char 
     info.max_context = plan->max_context;
     info.kv_tokens = plan->kv_tokens;
     snprintf(info.architecture, sizeof(info.architecture), "%s", plan->spec.architecture_name);
-    snprintf(info.engine, sizeof(info.engine), "%s",
-             model->engine == CONFIG_ENGINE_SGLANG ? "sglang" : "native");
+    snprintf(info.engine, sizeof(info.engine), "%s", config_engine_name(model->engine));
     library_give_struct(&info, sizeof(info), info_out, info_out->struct_bytes);
     return XPOOL_OK;
 }

@@ -18,12 +18,6 @@ size_t library_dtype_bytes(uint32_t dtype)
     }
 }
 
-const char *library_dtype_name(uint32_t dtype)
-{
-    static const char *const names[] = {"float32", "float16", "bfloat16"};
-    return dtype < sizeof(names) / sizeof(names[0]) ? names[dtype] : "unknown";
-}
-
 static inline uint32_t bits_of(float value)
 {
     uint32_t bits;

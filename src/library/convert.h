@@ -10,7 +10,6 @@
 
 /* Bytes of one element; 0 for an unknown type. */
 size_t library_dtype_bytes(uint32_t dtype);
-const char *library_dtype_name(uint32_t dtype);
 /* `dtype` is known; `from` and `to` do not overlap. */
 void library_rows_to_f32(uint32_t dtype, const void *from, size_t elements, float *to);
 void library_rows_from_f32(uint32_t dtype, const float *from, size_t elements, void *to);

@@ -118,23 +118,43 @@ static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
     bool drain = phase == xpw_StopPhase_STOP_DRAIN;
     xpool_end_t end = drain ? XPOOL_END_DRAIN : XPOOL_END_NOW;
     pthread_mutex_lock(&rank->lock);
-    if (rank->ended != XPOOL_END_FAILED)
+    /* After a failure of its own the daemon's Stop says nothing new. */
+    bool failed = rank->ended == XPOOL_END_FAILED, closing = rank->close;
+    if (!failed)
         rank->ended = end;
-    bool closing = rank->close;
     pthread_cond_broadcast(&rank->changed);
     pthread_mutex_unlock(&rank->lock);
-    if (!closing)
+    if (!failed && !closing)
         tell_engine(rank, end, seconds,
                     drain ? "the daemon asked this Instance to finish its requests and end"
                           : "the daemon asked this Instance to end now");
+}
+
+/* This rank cannot go on, for a reason of its own, which the daemon's answer does not replace. */
+static void fail_rank(xpool_rank_t *rank, const char *reason)
+{
+    char text[sizeof(rank->failure)];
+    snprintf(text, sizeof(text), "%s", reason);
+    pthread_mutex_lock(&rank->lock);
+    if (rank->ended != XPOOL_END_FAILED) {
+        rank->ended = XPOOL_END_FAILED;
+        snprintf(rank->failure, sizeof(rank->failure), "%s", text);
+    }
+    bool admitted = rank->admitted, closing = rank->close;
+    pthread_cond_broadcast(&rank->changed);
+    pthread_mutex_unlock(&rank->lock);
+    on_failed(rank);
+    participant_fail(rank->participant, text);
+    /* Before admission xpool_rank_open() itself returns the reason. */
+    if (admitted && !closing)
+        tell_engine(rank, XPOOL_END_FAILED, 0, text);
 }
 
 static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted)
 {
     uint32_t dp_size = admitted->dp_size ? admitted->dp_size : 1;
     if (rank->client || admitted->hidden != rank->hidden || dp_size != rank->atn_dp) {
-        participant_fail(rank->participant,
-                         "the daemon's Admitted does not match the workload that it accepted");
+        fail_rank(rank, "the daemon's Admitted does not match the workload that it accepted");
         return;
     }
     transport_geometry_t geometry = {.hidden = admitted->hidden,
@@ -146,7 +166,7 @@ static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted)
     if (observe_open(rank->observe_folder, OBSERVE_RANK, name, rank->observe_records,
                      &rank->observe) != XP_OK ||
         transport_client_create(&geometry, admitted->spin_ns, &rank->client) != XP_OK) {
-        participant_fail(rank->participant, xp_error_last()->text);
+        fail_rank(rank, xp_error_last()->text);
         return;
     }
     observe_name_instance(rank->observe, admitted->instance, rank->model_id);
@@ -176,7 +196,7 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         if (!rank->client || rank->attached || fds->count != 1 ||
             transport_client_set_doorbell(rank->client, fds->fds[0],
                                           envelope->body.attached.atn_pe) != XP_OK) {
-            participant_fail(rank->participant, "the daemon's Attached came out of order");
+            fail_rank(rank, "the daemon's Attached came out of order");
             return;
         }
         pthread_mutex_lock(&rank->lock);
@@ -227,16 +247,15 @@ static void on_wake(evutil_socket_t fd, short events, void *context)
         return;
     pthread_mutex_lock(&rank->lock);
     bool serving = rank->send_serving, failure = rank->send_failure, bye = rank->close;
-    bool failed = rank->ended == XPOOL_END_FAILED;
+    char own_failure[sizeof(rank->own_failure)];
+    memcpy(own_failure, rank->own_failure, sizeof(own_failure));
     rank->send_serving = rank->send_failure = false;
     xpw_Initialized initialized = rank->initialized;
     pthread_mutex_unlock(&rank->lock);
     if (serving)
         send_serving(rank, &initialized);
     if (failure)
-        participant_fail(rank->participant, rank->own_failure);
-    if (failure && failed)
-        tell_engine(rank, XPOOL_END_FAILED, 0, rank->failure);
+        fail_rank(rank, own_failure);
     if (bye)
         participant_bye(rank->participant, "closed by its engine");
 }

@@ -2,22 +2,24 @@
 """A CrossPool system with SGLang Instances, and what tests want to know of their processes.
 
 Built on tests/e2e/harness.py: `xpool up` starts everything, SGLang is found by the daemon's state and by
-/proc. Standard library only.
+/proc. Needs the environment of the tests.
 """
 
+import functools
 import json
 import mmap
 import os
 import pathlib
 import re
-import signal
 import struct
+import subprocess
 import sys
 import time
 
+import numpy
 import server
 import harness
-from harness import Failed, check, wait_until
+from harness import check, wait_until
 
 START_SECONDS = 300
 # SGLang looks every five seconds whether it was asked to end, and then waits for open requests likewise.
@@ -41,9 +43,14 @@ def native(identifier, path=harness.TALES):
 class Scene(harness.System):
     """Adds to System: SGLang's processes, its own HTTP interface, and bringing an Instance back."""
 
-    def __init__(self, models, env=None, **more):
+    def __init__(self, models, env=None, observe=False, **more):
         # Tests write no bytecode of ours, but SGLang's is worth a minute at each start.
         super().__init__(models, env={"PYTHONDONTWRITEBYTECODE": "", **(env or {})}, **more)
+        # While this file exists every FFN result is zero.
+        self.zero = self.folder / "zero"
+        self.env["XPOOL_TEST_ZERO_FFN"] = str(self.zero)
+        if observe:
+            self.env["XPOOL_OBSERVE_FOLDER"] = str(self.folder / "observe")
         self.restarts = 0
 
     def start(self, timeout=START_SECONDS):
@@ -132,15 +139,22 @@ class Scene(harness.System):
         return time.monotonic() - began
 
     def expect_down(self, identifier, seconds, what):
-        """The model is reported down with a reason, and no lease of it is left."""
+        """The model is reported down with a reason, and none of its ranks is attached."""
         wait_until(lambda: identifier not in self.list_models(), seconds, f"{what}: {identifier} is reported down")
         wait_until(lambda: all(r["state"] == "absent" for r in self.entry(identifier)["ranks"]), seconds,
                    f"{what}: no rank of {identifier} is attached")
         entry = self.entry(identifier)
         check(entry["reason"], f"{what}: no reason is given")
+        return entry["reason"]
+
+    def expect_idle(self, what):
+        """While nothing is asked, no Lane is leased."""
         wait_until(lambda: sum(a["counters"]["lanes_in_use"] for a in self.state()["agents"]) == 0, 5,
                    f"{what}: no Lane is leased")
-        return entry["reason"]
+
+    def arenas(self):
+        """How many Transport arenas the AtnAgent has mapped."""
+        return sum("xpool-transport" in name for *_, name in regions(self.pid("atnagent")))
 
     def golden(self, identifier, path=harness.TALES, seconds=120):
         """All prompts of the checkpoint's golden file, at once: the tokens must be those."""
@@ -155,24 +169,15 @@ class Scene(harness.System):
         """{role: records} of all observer files in observe.folder, each in the order of writing."""
         found = {"rank": [], "atnagent": [], "ffnagent": []}
         for path in sorted((self.folder / "observe").glob("*.observe")):
-            code, out, error = self.run("trace", str(path))
-            check(code == 0 and not error, f"xpool trace {path.name}: {code} {error}")
-            lines = [json.loads(line) for line in out.splitlines()]
+            done = subprocess.run(
+                [str(harness.XPOOL), "trace", str(path)], capture_output=True, text=True, timeout=60 * harness.SLOW
+            )
+            check(done.returncode == 0 and not done.stderr, f"xpool trace {path.name}: {done.stderr}")
+            lines = [json.loads(line) for line in done.stdout.splitlines()]
             check("file" in lines[0] and lines[0]["role"] in found, f"the first line of a trace: {lines[0]}")
             for line in lines[1:]:
                 found[line["role"]].append({**line, "pid": lines[0]["pid"]})
         return found
-
-    def run(self, *arguments, timeout=60):
-        # `trace` alone takes no configuration: it reads files.
-        if arguments[0] != "trace":
-            return super().run(*arguments, timeout=timeout)
-        import subprocess
-
-        done = subprocess.run([str(harness.XPOOL), *arguments], capture_output=True, text=True, env=self.env,
-                              timeout=timeout * harness.SLOW)
-        return done.returncode, done.stdout, done.stderr
-
 
 # --- memory of processes ------------------------------------------------------------------------------
 
@@ -187,34 +192,55 @@ def regions(pid):
     return found
 
 
-def memory(pid, wanted=lambda name: True, block=16 << 20, overlap=256):
+PAGE = os.sysconf("SC_PAGE_SIZE")
+PRESENT = 3 << 62  # in memory or swapped out, in /proc/PID/pagemap
+BLOCK = 16 << 20
+OVERLAP = PAGE
+
+
+def touched(pid, first, end):
+    """The runs of pages of [first, end) that the process has ever used."""
+    with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as file:
+        entries = os.pread(file.fileno(), (end - first) // PAGE * 8, first // PAGE * 8)
+    used = numpy.frombuffer(entries[: len(entries) // 8 * 8], numpy.uint64) & numpy.uint64(PRESENT) != 0
+    edges = numpy.flatnonzero(numpy.diff(numpy.concatenate(([False], used, [False])).astype(numpy.int8)))
+    return [(first + int(a) * PAGE, first + int(b) * PAGE) for a, b in edges.reshape(-1, 2)]
+
+
+def memory(pid, wanted):
     """(address, bytes) of the writable memory of a process, in overlapping blocks. Memory that cannot be
-    read is left out."""
+    read, such as a device's, is left out."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
         for first, end, permissions, name in regions(pid):
             if not permissions.startswith("rw") or not wanted(name):
                 continue
-            at = first
-            while at < end:
-                try:
-                    data = os.pread(file.fileno(), min(block, end - at), at)
-                except OSError:
-                    break
-                if not data:
-                    break
-                yield at, data
-                at += len(data) if at + len(data) >= end else max(len(data) - overlap, 1)
+            for at, stop in touched(pid, first, end):
+                while at < stop:
+                    try:
+                        data = os.pread(file.fileno(), min(BLOCK, stop - at), at)
+                    except OSError:
+                        break
+                    if not data:
+                        break
+                    yield at, data
+                    at += len(data) if at + len(data) >= stop else max(len(data) - OVERLAP, PAGE)
 
 
 def search(pid, patterns, wanted=lambda name: True):
-    """{pattern: address of the first place where it lies in the memory of the process}."""
+    """{pattern: address of the first place where it lies in the memory of the process}. Patterns are
+    floats and so are looked for at multiples of four bytes; each has its own first eight bytes."""
+    keys = {pattern[:8]: pattern for pattern in patterns}
+    check(len(keys) == len(patterns), "two patterns begin alike")
+    values = numpy.sort(numpy.frombuffer(b"".join(keys), numpy.uint64))
     found = {}
     for address, data in memory(pid, wanted):
-        for pattern in patterns:
-            if pattern not in found:
-                place = data.find(pattern)
-                if place >= 0:
-                    found[pattern] = address + place
+        for shift in (0, 4):
+            words = numpy.frombuffer(data, numpy.uint64, (len(data) - shift) // 8, shift)
+            for index in numpy.flatnonzero(numpy.isin(words, values, kind="sort" if len(values) > 40 else None)):
+                at = shift + 8 * int(index)
+                pattern = keys[data[at : at + 8]]
+                if data.startswith(pattern, at):
+                    found.setdefault(pattern, address + at)
     return found
 
 
@@ -272,16 +298,40 @@ def failures(log):
     return set(re.findall(r"canonical failure(?: of Generation \d+)?: (.*)", log))
 
 
+# SGLang ends by SIGKILL even in order, and then leaves these in /dev/shm.
+SGLANG_SHM = ("psm_", "sem.mp-", "sglang_loads_")
+
+
+def sweep(names):
+    """Removes what SGLang left in /dev/shm since `names` was read; what a process maps is in use."""
+    mapped = set()
+    for pid in harness.process_table():
+        try:
+            mapped |= {name for *_, name in regions(pid) if name.startswith("/dev/shm/")}
+        except OSError:
+            pass  # it has ended
+    left = [n for n in harness.shm_names() - names if n.startswith(SGLANG_SHM) and f"/dev/shm/{n}" not in mapped]
+    for name in left:
+        pathlib.Path("/dev/shm", name).unlink(missing_ok=True)
+    if left:
+        print(f"     removed {len(left)} names that SGLang left in /dev/shm", flush=True)
+
+
+def swept(test):
+    @functools.wraps(test)
+    def run():
+        names = harness.shm_names()
+        try:
+            test()
+        finally:
+            sweep(names)
+
+    return run
+
+
 def main(*tests):
     """harness.main with what these tests need."""
     if not server.PYTHON.exists():
         print("skipped: the Python environment is missing; scripts/test-venv makes it")
         sys.exit(harness.SKIPPED)
-    harness.main(*tests)
-
-
-def kill(pid, number=signal.SIGKILL):
-    os.kill(pid, number)
-
-
-__all__ = ["Failed"]
+    harness.main(*map(swept, tests))

@@ -410,14 +410,34 @@ class Options(unittest.TestCase):
 class Processes(unittest.TestCase):
     """What ends a process ends it with a reason and a non-zero code; SGLang swallows exceptions."""
 
-    def run_python(self, text):
+    def run_python(self, text, path=None):
         return subprocess.run(
-            [sys.executable, "-c", text],
+            [sys.executable, *([str(path)] if path else ["-c", text])],
             capture_output=True,
             text=True,
             timeout=120,
             env={**os.environ, "PYTHONPATH": str(BUILD / "python")},
         )
+
+    def test_a_schedulers_reason_ends_main_and_tree(self):
+        path = pathlib.Path(FOLDER.name) / "tree.py"
+        path.write_text(
+            "import multiprocessing, time\n"
+            "from xpool.sglang import failure\n"
+            "def scheduler():\n"
+            "    failure.watch()\n"
+            "    failure.end('the canonical failure')\n"
+            "if __name__ == '__main__':\n"
+            "    import sglang.srt.utils\n"
+            "    failure.watch()\n"
+            "    multiprocessing.set_start_method('spawn')\n"
+            "    for target in (time.sleep, scheduler):\n"
+            "        multiprocessing.Process(target=target, args=(600,) if target is time.sleep else ()).start()\n"
+            "    time.sleep(600)\n"
+        )
+        done = self.run_python("", path)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("xpool: the canonical failure\n", done.stderr)
 
     def test_another_release(self):
         done = self.run_python(

@@ -45,11 +45,11 @@ template <typename T> static __device__ __forceinline__ float piece_back(uint32_
     return i ? two.y : two.x;
 }
 
-template <typename T>
-static __device__ __forceinline__ void router_weights(const char *router, bool wide, uint64_t at,
-                                                      uint32_t (&pieces)[3][4])
+template <typename T, int PIECES>
+static __device__ __forceinline__ void router_weights(const char *router, uint64_t at,
+                                                      uint32_t (&pieces)[PIECES][4])
 {
-    if (!wide) {
+    if (PIECES == 1) {
         const uint4 packed = __ldg((const uint4 *)(router + at * 2));
         pieces[0][0] = packed.x, pieces[0][1] = packed.y;
         pieces[0][2] = packed.z, pieces[0][3] = packed.w;
@@ -62,13 +62,45 @@ static __device__ __forceinline__ void router_weights(const char *router, bool w
     for (int i = 0; i < 8; i++)
         w[i] *= piece_scale<T>();
 #pragma unroll
-    for (int n = 0; n < 3; n++)
+    for (int n = 0; n < PIECES; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             pieces[n][i] = ptx_pack<T>(w[i * 2], w[i * 2 + 1]);
             w[i * 2] -= piece_back<T>(pieces[n][i], 0);
             w[i * 2 + 1] -= piece_back<T>(pieces[n][i], 1);
         }
+}
+
+template <typename T, int PIECES>
+static __device__ __forceinline__ void
+route_steps(const char *router, uint64_t low_at, uint64_t high_at,
+            const char *const (&x_at)[BULK_ROUTE_ROWS / 8], uint32_t hidden,
+            float (&sum)[BULK_ROUTE_ROWS / 8][4])
+{
+    const uint32_t t = threadIdx.x % 4;
+#pragma unroll 8
+    for (uint32_t step = 0; step < (hidden + 31) / 32; step++) {
+        const uint32_t inside = step * 32 + t * 8 < hidden ? 0xffffffffu : 0u;
+        const uint32_t k = (step * 32 + t * 8) & inside;
+        uint32_t a[PIECES][4], b[PIECES][4];
+        uint4 x[BULK_ROUTE_ROWS / 8];
+#pragma unroll
+        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++)
+            x[n] = __ldg((const uint4 *)(x_at[n] + (uint64_t)k * 2));
+        router_weights<T, PIECES>(router, low_at + k, a);
+        router_weights<T, PIECES>(router, high_at + k, b);
+#pragma unroll
+        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++) {
+            x[n].x &= inside, x[n].y &= inside, x[n].z &= inside, x[n].w &= inside;
+#pragma unroll
+            for (int piece = PIECES - 1; piece >= 0; piece--) {
+                ptx_mma<T>(sum[n], a[piece][0], b[piece][0], a[piece][1], b[piece][1], x[n].x,
+                           x[n].y);
+                ptx_mma<T>(sum[n], a[piece][2], b[piece][2], a[piece][3], b[piece][3], x[n].z,
+                           x[n].w);
+            }
+        }
+    }
 }
 
 // logits [BULK_ROUTE_ROWS][experts] of the block's rows, in shared memory. A warp takes 16 experts at a
@@ -85,28 +117,18 @@ static __device__ __forceinline__ void route_logits(const ffn_cuda_lane_t *lane,
     for (uint32_t tile = warp; tile * 16 < s.experts; tile += BULK_THREADS / 32) {
         float sum[BULK_ROUTE_ROWS / 8][4] = {};
         const uint32_t low = tile * 16 + g, high = low + 8;
-#pragma unroll 4
-        for (uint32_t k = t * 8; k < (s.hidden + 31) / 32 * 32; k += 32) {
-            uint32_t a[3][4] = {}, b[3][4] = {};
-            if (k < s.hidden && low < s.experts)
-                router_weights<T>(router, wide, (uint64_t)low * s.hidden + k, a);
-            if (k < s.hidden && high < s.experts)
-                router_weights<T>(router, wide, (uint64_t)high * s.hidden + k, b);
+        // What does not exist is read from something that does, and dropped: a step's loads are
+        // then free of branches and under way together.
+        const uint64_t low_at = (uint64_t)min(low, s.experts - 1) * s.hidden;
+        const uint64_t high_at = (uint64_t)min(high, s.experts - 1) * s.hidden;
+        const char *x_at[BULK_ROUTE_ROWS / 8];
 #pragma unroll
-            for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++) {
-                uint4 x = make_uint4(0, 0, 0, 0);
-                if (k < s.hidden && n * 8 + g < rows)
-                    x = __ldg((const uint4 *)(input +
-                                              ((uint64_t)(first + n * 8 + g) * s.hidden + k) * 2));
-#pragma unroll
-                for (int piece = 2; piece >= 0; piece--) {
-                    if (piece && !wide)
-                        continue;
-                    ptx_mma<T>(sum[n], a[piece][0], b[piece][0], a[piece][1], b[piece][1], x.x, x.y);
-                    ptx_mma<T>(sum[n], a[piece][2], b[piece][2], a[piece][3], b[piece][3], x.z, x.w);
-                }
-            }
-        }
+        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++)
+            x_at[n] = input + (uint64_t)(first + min(n * 8 + g, rows - 1)) * s.hidden * 2;
+        if (wide)
+            route_steps<T, 3>(router, low_at, high_at, x_at, s.hidden, sum);
+        else
+            route_steps<T, 1>(router, low_at, high_at, x_at, s.hidden, sum);
         const float scale = wide ? 1.0f / piece_scale<T>() : 1.0f;
 #pragma unroll
         for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++)

@@ -5,7 +5,7 @@
 
 #define BULK_THREADS              256u
 #define BULK_PLAN_THREADS         512u /* an expert a thread */
-#define BULK_ROUTE_ROWS           32u  /* rows of one router block; its logits fill shared memory */
+#define BULK_ROUTE_ROWS           16u  /* rows of one router block; its logits fill shared memory */
 #define BULK_ROUTE_BYTES(experts) (BULK_ROUTE_ROWS * (experts)*4u)
 
 #define GROUPED_THREADS 384u /* one warp group that copies, two that compute */

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
 // The whole FFN of one layer for 1 to 16 rows in one cooperative launch: router, gate and up, down.
 //
-// Few rows make this a matter of streaming weights. A block is 8 computing warps and 5 that only start
-// copies: 4 for weights, one for rows. Weights flow through a ring of stages in shared memory; a stage is
+// Few rows make this a matter of streaming weights. A block is 8 computing warps and 3 that only start
+// copies: 2 for weights, one for rows. Weights flow through a ring of stages in shared memory; a stage is
 // one tile (16 weight rows) by one chunk of the inner dimension, copied by the bulk copy engine. A warp
-// starts such a copy every 45 ns at best, a kilobyte is due every 34 ns: hence four weight warps, with
-// four rows of every stage each. They run ahead over the border between the two phases, since weights
+// starts such a copy every 45 ns at best, a kilobyte is due every 34 ns: hence two weight warps, with
+// eight rows of every stage each. Stages go along the inner dimension as far as the slots for rows reach
+// (a window), then to the next tile: memory likes long pieces of a row. The weight warps run ahead over the border between the two phases, since weights
 // depend on nothing: while the grid meets, the ring fills with `down`. Where the next layer is known
 // before it is asked for (the resident kernel, dense layers), the ring fills with its first stages.
 //
@@ -45,11 +46,14 @@ struct decode_call_t {
     uint32_t experts_chosen; // parts of `intermediate` width
     uint32_t last_width;     // width of the dense or shared part; 0 = none
     uint32_t leave;
+    uint32_t share[2][2];             // of each phase: begin, end
+    uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
+    uint32_t down_began; // clock
 };
 
 struct decode_shared_t {
     unsigned char ring[DECODE_STAGES][DECODE_TILE][DECODE_PITCH];
-    unsigned char rows[DECODE_ROW_SLOTS][FFN_CUDA_DECODE_ROWS][DECODE_PITCH];
+    unsigned char rows[DECODE_ROW_BUFFERS][DECODE_PITCH];
     float sums[DECODE_WARPS][8][32];
     const char *row_at[DECODE_PANEL_TILES][DECODE_TILE];
     uint64_t full[DECODE_STAGES], empty[DECODE_STAGES];
@@ -61,7 +65,7 @@ struct decode_shared_t {
     ffn_cuda_signature_t signature;
     decode_call_t call;
     const ffn_cuda_layer_t *ahead; // the layer whose first stages are in the ring, or NULL
-    uint32_t ahead_stages;
+    uint32_t ahead_stages, ahead_window;
 };
 static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");
 
@@ -90,29 +94,41 @@ static __device__ __forceinline__ uint32_t ceil_div(uint32_t a, uint32_t b)
     return (a + b - 1) / b;
 }
 
-static __device__ __forceinline__ void phase_share(decode_phase_t *p, uint32_t total)
+// This block's number among those that share the work: its multiprocessor's where there is a block on
+// each, since what a multiprocessor gets of the memory's rate is its own.
+static __device__ __forceinline__ uint32_t block_number()
 {
-    const uint32_t grid = gridDim.x, block = blockIdx.x;
-    p->first = (uint32_t)((uint64_t)total * block / grid);
-    p->count = (uint32_t)((uint64_t)total * (block + 1) / grid) - p->first;
+    uint32_t number, count;
+    asm("mov.u32 %0, %%smid;" : "=r"(number));
+    asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+    return count == gridDim.x ? number : blockIdx.x;
+}
+
+static __device__ __forceinline__ void phase_share(decode_phase_t *p, uint32_t total,
+                                                   const uint32_t (&share)[2])
+{
+    p->first = (uint32_t)((uint64_t)total * share[0] / FFN_CUDA_SHARE_ONE);
+    p->count = (uint32_t)((uint64_t)total * share[1] / FFN_CUDA_SHARE_ONE) - p->first;
     const uint32_t tiles = ceil_div(p->count, p->tile_rows);
     p->panels = ceil_div(tiles, DECODE_PANEL_TILES);
     p->panel_tiles = p->panels ? ceil_div(tiles, p->panels) : 0;
 }
 
+// The same for all blocks, whatever their shares are.
 static __device__ __forceinline__ uint32_t phase_most_tiles(const decode_phase_t &p, uint32_t total)
 {
-    return ceil_div(ceil_div(total, gridDim.x), p.tile_rows);
+    return ceil_div(DECODE_SHARE_MOST(ceil_div(total, gridDim.x)), p.tile_rows);
 }
 
 static __device__ __forceinline__ decode_phase_t phase_gate(const ffn_cuda_signature_t &s,
                                                             uint32_t experts_chosen,
-                                                            uint32_t last_width)
+                                                            uint32_t last_width,
+                                                            const uint32_t (&share)[2])
 {
     const uint32_t total = experts_chosen * s.intermediate + last_width;
     decode_phase_t p;
     p.tile_rows = DECODE_TILE / 2;
-    phase_share(&p, total);
+    phase_share(&p, total, share);
     p.parts = 1;
     p.chunk = DECODE_CHUNK;
     // The split must not depend on what was chosen: the order of a row's sum would.
@@ -123,11 +139,12 @@ static __device__ __forceinline__ decode_phase_t phase_gate(const ffn_cuda_signa
 
 static __device__ __forceinline__ decode_phase_t phase_down(const ffn_cuda_signature_t &s,
                                                             uint32_t experts_chosen,
-                                                            uint32_t last_width)
+                                                            uint32_t last_width,
+                                                            const uint32_t (&share)[2])
 {
     decode_phase_t p;
     p.tile_rows = DECODE_TILE;
-    phase_share(&p, s.hidden);
+    phase_share(&p, s.hidden, share);
     p.parts = experts_chosen + (last_width != 0);
     p.split = max(1u, DECODE_WARPS / max(1u, phase_most_tiles(p, s.hidden)));
     // Small parts are cut so that several warps share them, but not below what a copy is worth.
@@ -160,6 +177,29 @@ static __device__ __forceinline__ uint32_t panel_tiles(const decode_phase_t &p, 
 struct decode_ring_t {
     uint32_t stage, parity;
 };
+
+// Slots for chunks of rows: as many as the live rows leave room for, from the first one on in every
+// layer. A slot's barriers have gone round as often as the slot was used: a parity bit for each.
+struct decode_slots_t {
+    uint32_t slot, parities;
+};
+
+static __device__ __forceinline__ uint32_t slot_rows(uint32_t rows)
+{
+    return rows <= 4 ? 4 : (rows <= 8 ? 8 : 16);
+}
+
+static __device__ __forceinline__ uint32_t slot_count(uint32_t rows)
+{
+    return DECODE_ROW_BUFFERS / slot_rows(rows);
+}
+
+static __device__ __forceinline__ void slot_next(decode_slots_t *slots, uint32_t rows)
+{
+    slots->parities ^= 1u << slots->slot;
+    if (++slots->slot == slot_count(rows))
+        slots->slot = 0;
+}
 
 static __device__ __forceinline__ void ring_next(decode_ring_t *ring)
 {
@@ -226,7 +266,7 @@ static __device__ __forceinline__ uint32_t rows_live(const decode_phase_t &p, ui
 static __device__ void weights_gate(decode_shared_t &sh, decode_ring_t *ring,
                                     const decode_phase_t &p, const ffn_cuda_signature_t &s,
                                     const ffn_cuda_part_t *parts, uint32_t experts_chosen,
-                                    uint32_t begin, uint32_t end, uint64_t policy)
+                                    uint32_t window, uint32_t begin, uint32_t end, uint64_t policy)
 {
     const uint32_t lane = threadIdx.x % 32;
     uint32_t number = 0;
@@ -239,18 +279,21 @@ static __device__ void weights_gate(decode_shared_t &sh, decode_ring_t *ring,
                         DECODE_COPY_WARPS * 32);
             copiers_meet();
         }
-        for (uint32_t k = 0; k < s.hidden && number < end; k += p.chunk) {
-            const uint32_t bytes = min(p.chunk, s.hidden - k) * 2;
-            for (uint32_t tile = 0; tile < tiles; tile++, number++) {
-                if (number < begin || number >= end || lane)
-                    continue;
+        for (uint32_t at = 0; at < s.hidden && number < end; at += window * p.chunk) {
+            const uint32_t stop = min(at + window * p.chunk, s.hidden);
+            for (uint32_t tile = 0; tile < tiles; tile++) {
                 const uint32_t rest = p.count - (panel * p.panel_tiles + tile) * p.tile_rows;
-                const char *const *at = &sh.row_at[tile][copy_warp() * COPY_ROWS];
-                const char *from[COPY_ROWS];
+                const char *const *row = &sh.row_at[tile][copy_warp() * COPY_ROWS];
+                for (uint32_t k = at; k < stop; k += p.chunk, number++) {
+                    if (number < begin || number >= end || lane)
+                        continue;
+                    const char *from[COPY_ROWS];
 #pragma unroll
-                for (uint32_t i = 0; i < COPY_ROWS; i++)
-                    from[i] = at[i] + (uint64_t)k * 2;
-                stage_fill(sh, ring, from, rows_live(p, rest), bytes, policy);
+                    for (uint32_t i = 0; i < COPY_ROWS; i++)
+                        from[i] = row[i] + (uint64_t)k * 2;
+                    stage_fill(sh, ring, from, rows_live(p, rest), min(p.chunk, s.hidden - k) * 2,
+                               policy);
+                }
             }
         }
     }
@@ -261,7 +304,7 @@ static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
                                     const decode_phase_t &p, uint64_t policy)
 {
     const decode_call_t &call = sh.call;
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t lane = threadIdx.x % 32, window = slot_count(call.rows);
     for (uint32_t panel = 0; panel < p.panels; panel++) {
         const uint32_t tiles = panel_tiles(p, panel);
         const void *held = NULL; // `down` of 32 parts, one a lane
@@ -273,17 +316,20 @@ static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
             const uint32_t width = phase_part_width(sh.signature, call, true, part);
             if (lane)
                 continue;
-            for (uint32_t k = 0; k < width; k += p.chunk) {
-                const uint32_t bytes = min(p.chunk, width - k) * 2;
+            for (uint32_t at = 0; at < width; at += window * p.chunk) {
+                const uint32_t stop = min(at + window * p.chunk, width);
                 for (uint32_t tile = 0; tile < tiles; tile++) {
                     const uint32_t before = (panel * p.panel_tiles + tile) * p.tile_rows;
-                    const char *first =
-                        down + ((uint64_t)(p.first + before + copy_warp() * COPY_ROWS) * width + k) * 2;
-                    const char *from[COPY_ROWS];
+                    const char *row =
+                        down + (uint64_t)(p.first + before + copy_warp() * COPY_ROWS) * width * 2;
+                    for (uint32_t k = at; k < stop; k += p.chunk) {
+                        const char *from[COPY_ROWS];
 #pragma unroll
-                    for (uint32_t i = 0; i < COPY_ROWS; i++)
-                        from[i] = first + (uint64_t)i * width * 2;
-                    stage_fill(sh, ring, from, rows_live(p, p.count - before), bytes, policy);
+                        for (uint32_t i = 0; i < COPY_ROWS; i++)
+                            from[i] = row + ((uint64_t)i * width + k) * 2;
+                        stage_fill(sh, ring, from, rows_live(p, p.count - before),
+                                   min(p.chunk, width - k) * 2, policy);
+                    }
                 }
             }
         }
@@ -292,7 +338,7 @@ static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
 }
 
 // ---- the row warp --------------------------------------------------------------------------------
-static __device__ void rows_send(decode_shared_t &sh, decode_ring_t *slots, const decode_phase_t &p,
+static __device__ void rows_send(decode_shared_t &sh, decode_slots_t *slots, const decode_phase_t &p,
                                  bool down)
 {
     const decode_call_t &call = sh.call;
@@ -308,24 +354,45 @@ static __device__ void rows_send(decode_shared_t &sh, decode_ring_t *slots, cons
                      : (const char *)call.input + (uint64_t)lane * width * 2;
             for (uint32_t k = 0; k < width; k += p.chunk) {
                 const uint32_t bytes = min(p.chunk, width - k) * 2;
-                const uint32_t full = ptx_shared(&sh.rows_full[slots->stage]);
-                ptx_barrier_wait(ptx_shared(&sh.rows_empty[slots->stage]), slots->parity ^ 1);
+                const uint32_t full = ptx_shared(&sh.rows_full[slots->slot]);
+                const uint32_t parity = slots->parities >> slots->slot & 1;
+                ptx_barrier_wait(ptx_shared(&sh.rows_empty[slots->slot]), parity ^ 1);
                 if (lane == 0)
                     ptx_barrier_expect(full, __popc(mask) * bytes);
                 __syncwarp();
                 if (mask >> lane & 1)
-                    ptx_bulk_load(ptx_shared(sh.rows[slots->stage][lane]), from + (uint64_t)k * 2,
-                                  bytes, full);
-                if (++slots->stage == DECODE_ROW_SLOTS) {
-                    slots->stage = 0;
-                    slots->parity ^= 1;
-                }
+                    ptx_bulk_load(ptx_shared(sh.rows[slots->slot * slot_rows(call.rows) + lane]),
+                                  from + (uint64_t)k * 2, bytes, full);
+                slot_next(slots, call.rows);
             }
         }
     }
 }
 
 // ---- computing warps -----------------------------------------------------------------------------
+// 32 elements of the inner dimension: 16 contiguous bytes of a row a lane, as two products.
+template <typename T, int NB>
+static __device__ __forceinline__ void step_multiply(const unsigned char *a, const unsigned char *b,
+                                                     uint32_t step, uint32_t length,
+                                                     const uint32_t (&keep)[NB],
+                                                     float (&first)[NB][4], float (&second)[NB][4])
+{
+    uint4 low = *(const uint4 *)(a + step * 64);
+    uint4 high = *(const uint4 *)(a + 8 * DECODE_PITCH + step * 64);
+    // Past the end of the chunk lies what was there before.
+    const uint32_t inside = step * 32 + threadIdx.x % 4 * 8 < length ? 0xffffffffu : 0u;
+    low.x &= inside, low.y &= inside, low.z &= inside, low.w &= inside;
+    high.x &= inside, high.y &= inside, high.z &= inside, high.w &= inside;
+#pragma unroll
+    for (int n = 0; n < NB; n++) {
+        uint4 x = *(const uint4 *)(b + n * 8 * DECODE_PITCH + step * 64);
+        const uint32_t mask = keep[n] & inside;
+        x.x &= mask, x.y &= mask, x.z &= mask, x.w &= mask;
+        ptx_mma<T>(first[n], low.x, high.x, low.y, high.y, x.x, x.y);
+        ptx_mma<T>(second[n], low.z, high.z, low.w, high.w, x.z, x.w);
+    }
+}
+
 template <typename T, int NB>
 static __device__ __forceinline__ void tile_multiply(const unsigned char *a, const unsigned char *b,
                                                      uint32_t length, const uint32_t (&keep)[NB],
@@ -335,23 +402,24 @@ static __device__ __forceinline__ void tile_multiply(const unsigned char *a, con
     a += at;
     b += at;
     const uint32_t steps = (length + 31) / 32;
-#pragma unroll 4
-    for (uint32_t i = 0; i < steps; i++) {
-        uint4 low = *(const uint4 *)(a + i * 64);
-        uint4 high = *(const uint4 *)(a + 8 * DECODE_PITCH + i * 64);
-        // Past the end of the chunk lies what was there before.
-        const uint32_t inside = i * 32 + lane % 4 * 8 < length ? 0xffffffffu : 0u;
-        low.x &= inside, low.y &= inside, low.z &= inside, low.w &= inside;
-        high.x &= inside, high.y &= inside, high.z &= inside, high.w &= inside;
+    // Four sums that do not wait for each other, added at the end.
+    float part[4][NB][4];
 #pragma unroll
-        for (int n = 0; n < NB; n++) {
-            uint4 x = *(const uint4 *)(b + n * 8 * DECODE_PITCH + i * 64);
-            const uint32_t mask = keep[n] & inside;
-            x.x &= mask, x.y &= mask, x.z &= mask, x.w &= mask;
-            ptx_mma<T>(sum[n], low.x, high.x, low.y, high.y, x.x, x.y);
-            ptx_mma<T>(sum[n], low.z, high.z, low.w, high.w, x.z, x.w);
-        }
+    for (int i = 0; i < 4 * NB * 4; i++)
+        (&part[0][0][0])[i] = 0.0f;
+    uint32_t i = 0;
+#pragma unroll 2
+    for (; i + 1 < steps; i += 2) {
+        step_multiply<T, NB>(a, b, i, length, keep, part[0], part[1]);
+        step_multiply<T, NB>(a, b, i + 1, length, keep, part[2], part[3]);
     }
+    if (i < steps)
+        step_multiply<T, NB>(a, b, i, length, keep, part[0], part[1]);
+#pragma unroll
+    for (int n = 0; n < NB; n++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            sum[n][j] += (part[0][n][j] + part[1][n][j]) + (part[2][n][j] + part[3][n][j]);
 }
 
 static __device__ __forceinline__ float route_weight(const decode_shared_t &sh, uint32_t row,
@@ -416,14 +484,15 @@ static __device__ __forceinline__ void tile_output(decode_shared_t &sh, const de
 // the one before, and copies do not arrive in the order in which they were started.
 struct decode_place_t {
     uint32_t number;
-    decode_ring_t slots;
+    decode_slots_t slots;
 };
 
 template <typename T, int NB>
 static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &p, bool down,
                                      decode_place_t *place)
 {
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = sh.call.rows;
+    const uint32_t window = slot_count(rows);
     for (uint32_t panel = 0; panel < p.panels; panel++) {
         const uint32_t tiles = panel_tiles(p, panel);
         float sum[DECODE_SLOTS][NB][4];
@@ -440,39 +509,45 @@ static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &
 #pragma unroll
             for (int n = 0; n < NB; n++)
                 keep[n] = !down || sh.mask_of[part] >> (n * 8 + lane / 4) & 1 ? 0xffffffffu : 0u;
-            uint32_t turn = 0; // which of the warps that share a tile has this chunk
-            for (uint32_t k = 0; k < width; k += p.chunk) {
-                const uint32_t length = min(p.chunk, width - k);
-                ptx_barrier_wait(ptx_shared(&sh.rows_full[place->slots.stage]),
-                                 place->slots.parity);
+            uint32_t turn_at = 0; // which of the warps that share a tile has the window's first chunk
+            for (uint32_t k0 = 0; k0 < width; k0 += window * p.chunk) {
+                const uint32_t chunks = min(window, ceil_div(width - k0, p.chunk));
+                uint32_t turn = turn_at;
 #pragma unroll
                 for (int slot = 0; slot < DECODE_SLOTS; slot++)
                     for (uint32_t i = 0; i < DECODE_WARPS; i++) {
                         const uint32_t tile = slot * DECODE_WARPS + i;
                         if (tile >= tiles)
                             break;
-                        const uint32_t round = place->number >= DECODE_STAGES;
-                        const uint32_t stage = place->number - round * DECODE_STAGES;
-                        ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
-                        if (warp == turn * tiles + i) {
-                            tile_multiply<T, NB>(sh.ring[stage][0],
-                                                 sh.rows[place->slots.stage][0], length, keep,
-                                                 sum[slot]);
+                        turn = turn_at;
+                        for (uint32_t c = 0; c < chunks; c++) {
+                            uint32_t at = place->slots.slot + c;
+                            at = at >= window ? at - window : at;
+                            if (tile == 0)
+                                ptx_barrier_wait(ptx_shared(&sh.rows_full[at]),
+                                                 place->slots.parities >> at & 1);
+                            const uint32_t round = place->number >= DECODE_STAGES;
+                            const uint32_t stage = place->number - round * DECODE_STAGES;
+                            ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
+                            if (warp == turn * tiles + i)
+                                tile_multiply<T, NB>(sh.ring[stage][0],
+                                                     sh.rows[at * slot_rows(rows)],
+                                                     min(p.chunk, width - k0 - c * p.chunk), keep,
+                                                     sum[slot]);
                             __syncwarp();
+                            if (lane == 0) {
+                                ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
+                                if (tile + 1 == tiles)
+                                    ptx_barrier_arrive(ptx_shared(&sh.rows_empty[at]));
+                            }
+                            if (++place->number == 2 * DECODE_STAGES)
+                                place->number = 0;
+                            turn = turn + 1 == p.split ? 0 : turn + 1;
                         }
-                        if (lane == 0)
-                            ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
-                        if (++place->number == 2 * DECODE_STAGES)
-                            place->number = 0;
                     }
-                __syncwarp();
-                if (lane == 0)
-                    ptx_barrier_arrive(ptx_shared(&sh.rows_empty[place->slots.stage]));
-                if (++place->slots.stage == DECODE_ROW_SLOTS) {
-                    place->slots.stage = 0;
-                    place->slots.parity ^= 1;
-                }
-                turn = turn + 1 == p.split ? 0 : turn + 1;
+                turn_at = turn;
+                for (uint32_t c = 0; c < chunks; c++)
+                    slot_next(&place->slots, rows);
             }
         }
         if (p.split > 1) {
@@ -525,16 +600,20 @@ static __device__ __forceinline__ void compute_dispatch(decode_shared_t &sh,
 }
 
 // ---- router: computing warps ---------------------------------------------------------------------
+// One expert's logits of all rows: warp w takes elements w * 256 ... + 255 of every 2048, for each row;
+// the eight sums of a row are added in the order of the warps. So a row's logit does not depend on how
+// many rows there are, and an expert's weights are read once.
 template <typename T>
-static __device__ __forceinline__ float router_dot(const char *row, const char *weights,
-                                                   uint32_t hidden, bool wide)
+static __device__ __forceinline__ void router_sums(decode_shared_t &sh, const char *input,
+                                                   const char *weights, bool wide)
 {
-    const uint32_t lane = threadIdx.x % 32;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (uint32_t k = lane * 8; k < hidden; k += 256) {
-        const uint4 x = ptx_load_l2(row + (uint64_t)k * 2);
-        const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+    const uint32_t hidden = sh.signature.hidden, rows = sh.call.rows;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sum[FFN_CUDA_DECODE_ROWS];
+#pragma unroll
+    for (uint32_t r = 0; r < FFN_CUDA_DECODE_ROWS; r++)
+        sum[r] = 0.0f;
+    for (uint32_t k = warp * 256 + lane * 8; k < hidden; k += DECODE_WARPS * 256) {
         float w[8];
         if (wide) {
             *(float4 *)&w[0] = __ldg((const float4 *)(weights + (uint64_t)k * 4));
@@ -547,15 +626,28 @@ static __device__ __forceinline__ float router_dot(const char *row, const char *
                 *(float2 *)&w[i * 2] = ptx_unpack<T>(ws[i]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 pair = ptx_unpack<T>(xs[i]);
-            sum = fmaf(pair.x, w[i * 2], sum);
-            sum = fmaf(pair.y, w[i * 2 + 1], sum);
+        for (uint32_t r = 0; r < FFN_CUDA_DECODE_ROWS; r++) {
+            if (r >= rows)
+                break;
+            const uint4 x = ptx_load_l2(input + ((uint64_t)r * hidden + k) * 2);
+            const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 pair = ptx_unpack<T>(xs[i]);
+                sum[r] = fmaf(pair.x, w[i * 2], sum[r]);
+                sum[r] = fmaf(pair.y, w[i * 2 + 1], sum[r]);
+            }
         }
     }
-    for (uint32_t d = 16; d; d /= 2)
-        sum += __shfl_xor_sync(ROUTE_ALL, sum, d);
-    return sum;
+#pragma unroll
+    for (uint32_t r = 0; r < FFN_CUDA_DECODE_ROWS; r++) {
+        if (r >= rows)
+            break;
+        for (uint32_t d = 16; d; d /= 2)
+            sum[r] += __shfl_xor_sync(ROUTE_ALL, sum[r], d);
+        if (lane == 0)
+            sh.sums[warp][0][r] = sum[r];
+    }
 }
 
 static __device__ void route_all(decode_shared_t &sh)
@@ -564,16 +656,22 @@ static __device__ void route_all(decode_shared_t &sh)
     const ffn_cuda_signature_t &s = sh.signature;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool wide = s.router_dtype == FFN_CUDA_F32;
-    for (uint32_t e = blockIdx.x; e < s.experts; e += gridDim.x)
-        for (uint32_t row = warp; row < call.rows; row += DECODE_WARPS) {
-            const char *x = (const char *)call.input + (uint64_t)row * s.hidden * 2;
-            const char *w = (const char *)call.layer->router + (uint64_t)e * s.hidden * (wide ? 4 : 2);
-            const float logit = s.dtype == FFN_CUDA_BF16
-                                    ? router_dot<__nv_bfloat16>(x, w, s.hidden, wide)
-                                    : router_dot<__half>(x, w, s.hidden, wide);
-            if (lane == 0)
-                call.logits[row * s.experts + e] = logit;
+    for (uint32_t e = blockIdx.x; e < s.experts; e += gridDim.x) {
+        const char *x = (const char *)call.input;
+        const char *w = (const char *)call.layer->router + (uint64_t)e * s.hidden * (wide ? 4 : 2);
+        if (s.dtype == FFN_CUDA_BF16)
+            router_sums<__nv_bfloat16>(sh, x, w, wide);
+        else
+            router_sums<__half>(sh, x, w, wide);
+        consumers_meet();
+        if (threadIdx.x < call.rows) {
+            float logit = 0.0f;
+            for (uint32_t i = 0; i < DECODE_WARPS; i++)
+                logit += sh.sums[i][0][threadIdx.x];
+            call.logits[threadIdx.x * s.experts + e] = logit;
         }
+        consumers_meet();
+    }
     for (uint32_t e = threadIdx.x; e < s.experts; e += DECODE_WARPS * 32)
         sh.expert_mask[e] = 0;
     consumers_meet();
@@ -626,7 +724,7 @@ static __device__ void route_all(decode_shared_t &sh)
 // What a role keeps between layers.
 struct decode_role_t {
     decode_ring_t ring;   // weight warps, lane 0 of each
-    decode_ring_t slots;  // row warp
+    decode_slots_t slots; // row warp
     decode_place_t place; // computing warps
 };
 
@@ -656,6 +754,16 @@ static __device__ __forceinline__ void call_read(decode_shared_t &sh, const ffn_
         const uint64_t grid = gridDim.x;
         call.routed_target = (ptx_load_acquire(&w.meeting->routed) / grid + 1) * grid;
         call.acted_target = (ptx_load_acquire(&w.meeting->acted) / grid + 1) * grid;
+        const uint32_t number = block_number();
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t *shares = w.shares[i];
+            const bool equal = shares[gridDim.x] == 0;
+            for (uint32_t end = 0; end < 2; end++)
+                call.share[i][end] =
+                    equal ? (uint32_t)((uint64_t)(number + end) * FFN_CUDA_SHARE_ONE / gridDim.x)
+                          : shares[number + end];
+        }
+        call.cycles = w.cycles;
         call.experts_chosen = 0;
         call.last_width = signature->intermediate;
         sh.part_of[0] = 0;
@@ -691,7 +799,7 @@ static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
         layer = lane->layers + next;
         const ffn_cuda_signature_t s = *layer->signature;
         if (s.experts == 0) {
-            const decode_phase_t p = phase_gate(s, 0, s.intermediate);
+            const decode_phase_t p = phase_gate(s, 0, s.intermediate, sh.call.share[0]);
             stages = min(panel_tiles(p, 0) * ceil_div(s.hidden, p.chunk), DECODE_STAGES);
             const uint32_t tiles = panel_tiles(p, 0);
             copiers_meet();
@@ -705,12 +813,14 @@ static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
                     pair < p.count ? base + (uint64_t)(p.first + pair) * s.hidden * 2 : NULL;
             }
             copiers_meet();
-            weights_gate(sh, &role->ring, p, s, layer->parts, 0, 0, stages, policy);
+            weights_gate(sh, &role->ring, p, s, layer->parts, 0, slot_count(sh.call.rows), 0, stages,
+                         policy);
         }
     }
     if (threadIdx.x == DECODE_WARPS * 32) {
         sh.ahead = stages ? layer : NULL;
         sh.ahead_stages = stages;
+        sh.ahead_window = slot_count(sh.call.rows); // rows as in this layer, most likely
     }
 }
 
@@ -719,40 +829,54 @@ static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint6
 {
     const uint32_t warp = threadIdx.x / 32;
     decode_call_t &call = sh.call;
-    const bool hit = sh.ahead_stages && sh.ahead == call.layer;
+    role->slots.slot = 0;
+    role->place.slots.slot = 0;
+    const bool hit = sh.ahead_stages && sh.ahead == call.layer &&
+                     sh.ahead_window == slot_count(call.rows);
     const uint32_t begin = hit ? sh.ahead_stages : 0;
     if (!hit && warp < DECODE_WARPS)
         ahead_drop(sh, role);
     if (sh.signature.experts) {
         if (warp < DECODE_WARPS)
             route_all(sh);
+        else // nothing to copy yet: bring the addresses near of which some will be chosen
+            for (uint32_t i = threadIdx.x - DECODE_WARPS * 32;
+                 i * 128 < sh.signature.experts * sizeof(ffn_cuda_part_t);
+                 i += DECODE_THREADS - DECODE_WARPS * 32)
+                ptx_prefetch((const char *)call.parts + i * 128);
         __syncthreads();
     }
-    const decode_phase_t gate = phase_gate(sh.signature, call.experts_chosen, call.last_width);
-    const decode_phase_t down = phase_down(sh.signature, call.experts_chosen, call.last_width);
+    const decode_phase_t gate = phase_gate(sh.signature, call.experts_chosen, call.last_width, call.share[0]);
+    const decode_phase_t down = phase_down(sh.signature, call.experts_chosen, call.last_width, call.share[1]);
     if (!hit)
         rows_locate(sh, gate, sh.signature, call.parts, call.experts_chosen, 0, threadIdx.x,
                     DECODE_THREADS);
     // Also for a hit: from here on the weight warps may write `ahead` for the next layer.
     __syncthreads();
     if (warp < DECODE_WARPS) {
+        const uint32_t began = (uint32_t)clock64();
         compute_dispatch(sh, gate, false, &role->place);
+        if (threadIdx.x == 0)
+            call.cycles[0][block_number()] = (uint32_t)clock64() - began;
         __threadfence();
         ptx_fence_proxy();
         consumers_meet();
         if (threadIdx.x == 0)
             ptx_add_acq_rel(&call.meeting->acted, 1);
         compute_dispatch(sh, down, true, &role->place);
+        if (threadIdx.x == 0)
+            call.cycles[1][block_number()] = (uint32_t)clock64() - call.down_began;
         __threadfence_system();
     } else if (warp < DECODE_WARPS + DECODE_COPY_WARPS) {
-        weights_gate(sh, &role->ring, gate, sh.signature, call.parts, call.experts_chosen, begin,
-                     0xffffffffu, policy);
+        weights_gate(sh, &role->ring, gate, sh.signature, call.parts, call.experts_chosen,
+                     slot_count(call.rows), begin, 0xffffffffu, policy);
         weights_down(sh, &role->ring, down, policy);
     } else {
         ptx_fence_proxy();
         rows_send(sh, &role->slots, gate, false);
         while (ptx_load_acquire(&call.meeting->acted) < call.acted_target)
             ;
+        call.down_began = (uint32_t)clock64();
         ptx_fence_proxy();
         rows_send(sh, &role->slots, down, true);
     }

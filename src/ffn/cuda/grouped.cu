@@ -278,8 +278,9 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
                 products_commit();
                 products_wait<1>();
             }
-            // The products of the stage before this one are done with it.
-            if (thread == 0 && before < GROUPED_STAGES)
+            // This warp's products of the stage before are done with it; the other warps of the group
+            // may be behind, so each gives the stage back for itself.
+            if (thread % 32 == 0 && before < GROUPED_STAGES)
                 ptx_barrier_arrive(ptx_shared(&sh.empty[before]));
             before = stage;
             if (++stage == GROUPED_STAGES) {
@@ -288,7 +289,7 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
             }
         }
         products_wait<0>();
-        if (thread == 0)
+        if (thread % 32 == 0)
             ptx_barrier_arrive(ptx_shared(&sh.empty[before]));
         if (!live)
             continue;
@@ -331,7 +332,7 @@ static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane)
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < GROUPED_STAGES; i++) {
             ptx_barrier_init(ptx_shared(&sh.full[i]), 128);
-            ptx_barrier_init(ptx_shared(&sh.empty[i]), 2);
+            ptx_barrier_init(ptx_shared(&sh.empty[i]), 8);
         }
         ptx_barrier_init_fence();
     }

@@ -14,6 +14,8 @@ CUDA_IMAGE_DECLARE(ffn_grouped);
 
 #define KERNELS_CAPABILITY 90
 #define KERNELS_ALIGNMENT  256u
+/* Times the equal share; the kernels reckon with DECODE_SHARE_MOST. */
+#define KERNELS_SHARE_MOST 1.11
 
 static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_DECODE] = "ffn_decode",
@@ -70,6 +72,9 @@ xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
     if (!device->info.cooperative)
         return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) has no cooperative launches", device->ordinal,
                        device->info.name);
+    if (multiprocessors > FFN_CUDA_MAX_BLOCKS)
+        return xp_fail(XP_UNSUPPORTED, "cuda:%d has %u multiprocessors; at most %u are supported",
+                       device->ordinal, multiprocessors, FFN_CUDA_MAX_BLOCKS);
     if (blocks > multiprocessors)
         return xp_fail(XP_INVALID, "%u blocks, but cuda:%d has %u multiprocessors", blocks,
                        device->ordinal, multiprocessors);
@@ -151,6 +156,35 @@ void ffn_cuda_limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *
                                              (s->experts ? s->shared_intermediate : 0));
 }
 
+void ffn_cuda_shares_adjust(uint32_t blocks, const uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS],
+                            uint32_t (*shares)[FFN_CUDA_MAX_BLOCKS + 1])
+{
+    for (uint32_t phase = 0; phase < 2; phase++) {
+        const double even = (double)FFN_CUDA_SHARE_ONE / blocks;
+        const bool equal = shares[phase][blocks] == 0;
+        double share[FFN_CUDA_MAX_BLOCKS], sum = 0, mean = 0, at = 0, most = 1;
+        for (uint32_t i = 0; i < blocks; i++)
+            mean += (double)cycles[phase][i] / blocks;
+        for (uint32_t i = 0; i < blocks; i++) {
+            const double now = equal ? even : (double)(shares[phase][i + 1] - shares[phase][i]);
+            /* Half the way: when some end early, the others' last part is faster than the rest. */
+            share[i] = cycles[phase][i] ? now * (1 + 0.5 * (mean / cycles[phase][i] - 1)) : now;
+            sum += share[i];
+        }
+        for (uint32_t i = 0; i < blocks; i++) {
+            share[i] *= blocks / sum;
+            most = share[i] > most ? share[i] : most;
+        }
+        /* Where one would get too much, all move towards the even share. */
+        const double keep = most > KERNELS_SHARE_MOST ? (KERNELS_SHARE_MOST - 1) / (most - 1) : 1;
+        for (uint32_t i = 0; i < blocks; i++) {
+            shares[phase][i] = (uint32_t)at;
+            at += (1 + (share[i] - 1) * keep) * even;
+        }
+        shares[phase][blocks] = FFN_CUDA_SHARE_ONE;
+    }
+}
+
 typedef struct kernels_carve {
     cuda_address_t base;
     uint64_t used;
@@ -172,6 +206,8 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
     w->meeting = kernels_take(&carve, sizeof(ffn_cuda_meeting_t));
     w->logits = kernels_take(&carve, decode * limits->experts * sizeof(float));
     w->decode_pitch = limits->decode_elements;
+    w->shares = kernels_take(&carve, 2 * sizeof(w->shares[0]));
+    w->cycles = kernels_take(&carve, 2 * sizeof(w->cycles[0]));
     w->decode_activations = kernels_take(&carve, decode * w->decode_pitch * 2);
     w->bulk_rows = limits->bulk_rows;
     w->max_tiles = 0;

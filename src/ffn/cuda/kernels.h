@@ -62,6 +62,13 @@ uint64_t ffn_cuda_workspace_bytes(const ffn_cuda_limits_t *limits);
 void ffn_cuda_workspace_carve(const ffn_cuda_limits_t *limits, cuda_address_t base,
                               ffn_cuda_workspace_t *workspace_out);
 
+/* From the cycles that each block took with `shares` (host copies of a workspace's tables; all
+ * zero: equal parts), better shares in place. Call it a few times, with a launch of a large dense
+ * layer before each. Results do not depend on shares: which block computes a sum does not change
+ * it. */
+void ffn_cuda_shares_adjust(uint32_t blocks, const uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS],
+                            uint32_t (*shares)[FFN_CUDA_MAX_BLOCKS + 1]);
+
 /* XP_INVALID with the reason when the kernels cannot run layers of that signature. */
 xp_status_t ffn_cuda_signature_check(const ffn_cuda_signature_t *signature);
 

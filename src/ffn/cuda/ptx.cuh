@@ -68,6 +68,11 @@ static __device__ __forceinline__ uint4 ptx_load_l2(const void *address)
     return v;
 }
 
+static __device__ __forceinline__ void ptx_prefetch(const void *address)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- tensor-core product of 16 x 16 by 16 x 8, FP32 sums, since sm_80 ----------------------------
 template <typename T> static __device__ __forceinline__ void
 ptx_mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);

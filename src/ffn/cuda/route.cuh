@@ -8,7 +8,6 @@
 #include "ffn/cuda/tables.h"
 
 #define ROUTE_LANES   32u
-#define ROUTE_HELD    (FFN_CUDA_MAX_EXPERTS / ROUTE_LANES) // experts of one lane
 #define ROUTE_ALL     0xffffffffu
 #define ROUTE_TAKEN   0u
 #define ROUTE_NAN     1u
@@ -46,18 +45,20 @@ static __device__ __forceinline__ uint32_t route_best(uint32_t rank, uint32_t in
 
 // logits [experts] in shared memory, overwritten with the scores that the choice is made by; every
 // lane calls. Lane i < top_k gets the i-th best expert and its final weight.
-static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, float *logits,
-                                                 const float *bias, uint32_t *expert_out,
-                                                 float *weight_out)
+// HELD: experts of a lane, so that 32 * HELD is enough.
+template <uint32_t HELD>
+static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s, float *logits,
+                                                  const float *bias, uint32_t *expert_out,
+                                                  float *weight_out)
 {
     const uint32_t lane = threadIdx.x % ROUTE_LANES;
     const uint32_t sigmoid = s.router;
-    float score[ROUTE_HELD];
-    uint32_t rank[ROUTE_HELD];
+    float score[HELD];
+    uint32_t rank[HELD];
     float largest = -INFINITY, sum = 0.0f;
     // A NaN is not the largest; it makes the sum a NaN, and with it all scores, as on the CPU.
 #pragma unroll
-    for (uint32_t i = 0; i < ROUTE_HELD; i++) {
+    for (uint32_t i = 0; i < HELD; i++) {
         const uint32_t e = i * ROUTE_LANES + lane;
         score[i] = e < s.experts ? logits[e] : -INFINITY;
         if (e < s.experts && score[i] > largest)
@@ -67,7 +68,7 @@ static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, 
         for (uint32_t d = ROUTE_LANES / 2; d; d /= 2)
             largest = fmaxf(largest, __shfl_xor_sync(ROUTE_ALL, largest, d));
 #pragma unroll
-        for (uint32_t i = 0; i < ROUTE_HELD; i++)
+        for (uint32_t i = 0; i < HELD; i++)
             if (i * ROUTE_LANES + lane < s.experts) {
                 score[i] = expf(score[i] - largest);
                 sum += score[i];
@@ -77,7 +78,7 @@ static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, 
     }
     const float scale = 1.0f / sum;
 #pragma unroll
-    for (uint32_t i = 0; i < ROUTE_HELD; i++) {
+    for (uint32_t i = 0; i < HELD; i++) {
         const uint32_t e = i * ROUTE_LANES + lane;
         rank[i] = ROUTE_TAKEN;
         if (e < s.experts) {
@@ -101,7 +102,7 @@ static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, 
                 group_rank = ROUTE_TAKEN;
         }
 #pragma unroll
-        for (uint32_t i = 0; i < ROUTE_HELD; i++)
+        for (uint32_t i = 0; i < HELD; i++)
             if (i * ROUTE_LANES + lane < s.experts &&
                 !(kept >> (i * ROUTE_LANES + lane) / size & 1))
                 rank[i] = ROUTE_TAKEN;
@@ -113,7 +114,7 @@ static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, 
         uint32_t best_rank = ROUTE_TAKEN, best_index = 0xffffffffu;
         float best_score = 0.0f;
 #pragma unroll
-        for (uint32_t i = 0; i < ROUTE_HELD; i++)
+        for (uint32_t i = 0; i < HELD; i++)
             if (!(taken >> i & 1) && rank[i] > best_rank) {
                 best_rank = rank[i];
                 best_index = i * ROUTE_LANES + lane;
@@ -134,5 +135,15 @@ static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, 
         mine_score /= total + 1e-20f; // the families' own guard against a zero sum
     *expert_out = mine;
     *weight_out = mine_score * s.routed_scale;
+}
+
+static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, float *logits,
+                                                 const float *bias, uint32_t *expert_out,
+                                                 float *weight_out)
+{
+    if (s.experts <= 4 * ROUTE_LANES)
+        route_held<4>(s, logits, bias, expert_out, weight_out);
+    else
+        route_held<FFN_CUDA_MAX_EXPERTS / ROUTE_LANES>(s, logits, bias, expert_out, weight_out);
 }
 #endif

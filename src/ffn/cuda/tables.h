@@ -24,6 +24,8 @@
 #define FFN_CUDA_NO_LAYER       0xffffffffu
 #define FFN_CUDA_QUEUE_ENTRIES  64u
 #define FFN_CUDA_MAX_PARTIALS   16u
+#define FFN_CUDA_MAX_BLOCKS     256u /* of the decode grid */
+#define FFN_CUDA_SHARE_ONE      (1u << 20)
 #define FFN_CUDA_TILE_ROWS      128u /* rows of one tile of the grouped GEMM */
 
 typedef enum ffn_cuda_dtype {
@@ -85,7 +87,13 @@ typedef struct ffn_cuda_tile {
 /* Buffers of one Lane in device memory, carved by ffn_cuda_workspace_carve(). */
 typedef struct ffn_cuda_workspace {
     ffn_cuda_meeting_t *meeting;
-    /* decode: at most FFN_CUDA_DECODE_ROWS rows */
+    /* decode: at most FFN_CUDA_DECODE_ROWS rows. Multiprocessors do not get equal parts of the
+     * memory's rate, so each may get its own part of the work: shares[phase][i] is where the i-th's
+     * part begins, in units of 1 / FFN_CUDA_SHARE_ONE, for phase 0 (gate and up) and 1 (down); all
+     * zero: equal parts. cycles[phase][i]: how long it took in the latest launch.
+     * ffn_cuda_shares_adjust(). */
+    uint32_t (*shares)[FFN_CUDA_MAX_BLOCKS + 1];
+    uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
     float *logits;            /* [rows][experts] */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */

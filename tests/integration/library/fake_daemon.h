@@ -143,6 +143,9 @@ static inline void fake_on_message(fake_daemon_t *fake, const xpw_Envelope *in,
     case xpw_Envelope_fail_report_tag:
         snprintf(fake->fail_report, sizeof(fake->fail_report), "%s", in->body.fail_report.what);
         atomic_store(&fake->has_fail_report, true);
+        xpw_Envelope out = {.which_body = xpw_Envelope_stop_tag}; /* as the daemon does */
+        out.body.stop.phase = xpw_StopPhase_STOP_FINALIZE;
+        fake_send(fake, &out, NULL, 0);
         break;
     case xpw_Envelope_bye_tag:
         atomic_store(&fake->has_bye, true);

@@ -559,6 +559,20 @@ static void test_stopping(void **state)
     expect_open(f, XPOOL_CLOSED, "the system is stopping");
 }
 
+/* Its own reason is what counts, not the Stop that the daemon answers it with. */
+static void test_cannot_record(void **state)
+{
+    fixture_t *f = *state;
+    char path[128];
+    snprintf(path, sizeof(path), "%s/observe", f->folder);
+    FILE *file = fopen(path, "w"); /* where the folder should be */
+    assert_non_null(file);
+    fclose(file);
+    start(f);
+    expect_open(f, XPOOL_FAILED, "/observe/rank-m.0-");
+    wait_for(&f->fake.has_fail_report);
+}
+
 static void test_not_executable(void **state)
 {
     fixture_t *f = *state;
@@ -658,6 +672,12 @@ static void test_no_answer(void **state)
     float rows[FAKE_HIDDEN] = {0};
     xpool_ffn_call_t call = call_of(1, rows, rows);
     assert_int_not_equal(xpool_rank_ffn(f->rank, &call), XPOOL_OK);
+    /* The Stop that answers it changes nothing. */
+    fake_sleep_ms(100);
+    xpool_rank_state_t info = {.struct_bytes = sizeof(info)};
+    xpool_rank_state(f->rank, &info);
+    assert_int_equal(info.ended, XPOOL_END_FAILED);
+    assert_int_equal(atomic_load(&f->told.count[XPOOL_END_NOW]), 0);
 }
 
 static void test_ordered_end(void **state)
@@ -722,6 +742,7 @@ int main(void)
         TEST(test_silent_daemon, setup),
         TEST(test_refused, setup),
         TEST(test_stopping, setup),
+        TEST(test_cannot_record, setup),
         TEST(test_not_executable, setup),
         TEST(test_failure_in_a_call, setup),
         TEST(test_failure_seen_in_the_arena_first, setup),

@@ -426,6 +426,58 @@ static void one_ranks_death_is_the_instances(void **state)
     assert_int_equal(finish(&f), 0);
 }
 
+/* It is over when it says so, not when its processes have gone. */
+static void a_ranks_failure_is_the_instances(void **state)
+{
+    (void)state;
+    fixture_t f;
+    start(&f, "engine = 'sglang'\nattention_tp = 2");
+    int first = join_rank(&f, 0, 2, 1), second = join_rank(&f, 1, 2, 1);
+    expect(first, xpw_Envelope_initialize_tag);
+    expect(second, xpw_Envelope_initialize_tag);
+    initialized(first, 0);
+    initialized(second, 0);
+    wait_reason(&f, NULL);
+    xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag};
+    snprintf(report.body.fail_report.what, sizeof(report.body.fail_report.what), "a bad step");
+    say(second, &report, NULL, 0);
+    expect_stop(first, xpw_StopPhase_STOP_FINALIZE);
+    expect_stop(second, xpw_StopPhase_STOP_FINALIZE);
+    expect_detached(f.agents[0], 0);
+    expect_detached(f.agents[1], 1);
+    wait_reason(&f, "a bad step");
+    close(second);
+    close(first);
+    send_down(&f);
+    assert_int_equal(finish(&f), 0);
+}
+
+/* A rank that is killed for its silence takes the others along, but in their own time: this process
+ * is one of them. */
+static void the_others_of_a_killed_rank_may_end_by_themselves(void **state)
+{
+    (void)state;
+    fixture_t f;
+    start(&f, "engine = 'sglang'\nattention_tp = 2");
+    pid_t silent_rank = fork();
+    if (silent_rank == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true);
+        for (;;)
+            pause();
+    }
+    int second = join_rank(&f, 1, 2, 1);
+    expect_stop(second, xpw_StopPhase_STOP_FINALIZE);
+    int wait_status;
+    assert_int_equal(waitpid(silent_rank, &wait_status, 0), silent_rank);
+    assert_true(WIFSIGNALED(wait_status) && WTERMSIG(wait_status) == SIGKILL);
+    wait_reason(&f, "sent no Workload");
+    close(second);
+    expect_detached(f.agents[1], 1);
+    send_down(&f);
+    assert_int_equal(finish(&f), 0);
+}
+
 static void workloads_that_differ_are_refused_by_name(void **state)
 {
     (void)state;
@@ -477,6 +529,8 @@ int main(void)
         cmocka_unit_test(
             an_instance_serves_when_all_ranks_are_past_the_barrier_and_its_health_answered),
         cmocka_unit_test(one_ranks_death_is_the_instances),
+        cmocka_unit_test(a_ranks_failure_is_the_instances),
+        cmocka_unit_test(the_others_of_a_killed_rank_may_end_by_themselves),
         cmocka_unit_test(workloads_that_differ_are_refused_by_name),
         cmocka_unit_test(another_engine_cannot_be_the_native_one),
     };
