@@ -409,6 +409,15 @@ static bool workload_differs(const daemon_instance_t *instance, const xpw_Worklo
     return true;
 }
 
+/* Somebody else's words, which become a label of a metric. */
+static void take_engine_name(daemon_instance_t *instance, const char *name)
+{
+    snprintf(instance->engine, sizeof(instance->engine), "%s", name);
+    for (char *at = instance->engine; *at; at++)
+        if (*at < ' ' || *at > '~' || *at == '"' || *at == '\\')
+            *at = '_';
+}
+
 static void on_workload(daemon_instance_t *instance, daemon_participant_t *participant,
                         const xpw_Workload *workload)
 {
@@ -420,7 +429,7 @@ static void on_workload(daemon_instance_t *instance, daemon_participant_t *parti
         return;
     }
     if (!workload_differs(instance, workload, why, sizeof(why))) {
-        snprintf(instance->engine, sizeof(instance->engine), "%s", workload->engine);
+        take_engine_name(instance, workload->engine);
         admit(instance, participant->rank);
         daemon_instance_refresh(instance);
         return;

@@ -61,6 +61,20 @@ static void reply_json(struct evhttp_request *request, int code, json_t *value)
     free(text);
 }
 
+/* Texts that a process has told us, and that a buffer's end may have cut inside a character. */
+static json_t *text_json(const char *text)
+{
+    json_t *json = json_string(text);
+    char plain[1024];
+    if (json)
+        return json;
+    snprintf(plain, sizeof(plain), "%s", text);
+    for (char *at = plain; *at; at++)
+        if ((unsigned char)*at >= 0x80)
+            *at = '?';
+    return json_string(plain);
+}
+
 static bool only_get(struct evhttp_request *request)
 {
     enum evhttp_cmd_type command = evhttp_request_get_command(request);
@@ -78,7 +92,7 @@ static json_t *verdict_json(const daemon_t *daemon, const daemon_verdict_t *verd
 {
     json_t *reasons = json_array();
     for (uint32_t i = 0; i < verdict->reason_count; i++)
-        json_array_append_new(reasons, json_string(verdict->reasons[i]));
+        json_array_append_new(reasons, text_json(verdict->reasons[i]));
     return json_pack("{s:b, s:b, s:b, s:s, s:o}", "fabric_executable", verdict->fabric_executable,
                      "system_ready", verdict->system_ready, "serving_healthy",
                      verdict->serving_healthy, "state", daemon_state_name(daemon->state), "reasons",
@@ -89,9 +103,9 @@ static json_t *failure_json(const daemon_t *daemon)
 {
     if (!daemon->failed)
         return json_null();
-    return json_pack("{s:I, s:s, s:s, s:s}", "generation", (json_int_t)daemon->failure.generation,
-                     "who", daemon->failure.who, "what", daemon->failure.what, "when",
-                     daemon->failure.when);
+    return json_pack("{s:I, s:o, s:o, s:s}", "generation", (json_int_t)daemon->failure.generation,
+                     "who", text_json(daemon->failure.who), "what", text_json(daemon->failure.what),
+                     "when", daemon->failure.when);
 }
 
 static json_t *counters_json(const daemon_t *daemon, uint32_t pe)
@@ -192,9 +206,9 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
         "floor_tokens", (json_int_t)configured->kv_floor_tokens, "ceiling_tokens",
         (json_int_t)planned->kv_tokens);
     json_t *json = json_pack(
-        "{s:s, s:s, s:s, s:s, s:s, s:o, s:o, s:i, s:I, s:I, s:I, s:I, s:b, s:o, s:I, s:I, s:i}",
+        "{s:s, s:s, s:s, s:o, s:s, s:o, s:o, s:i, s:I, s:I, s:I, s:I, s:b, s:o, s:I, s:I, s:i}",
         "id", configured->id, "architecture", planned->spec.architecture_name, "state",
-        daemon_instance_state_name(instance->state), "reason", instance->absence,
+        daemon_instance_state_name(instance->state), "reason", text_json(instance->absence),
         "attention_device", daemon->config->atn[planned->rank_atn[0]].name, "ranks", ranks,
         "execution_group", group, "weight_set", (int)planned->weights, "ffn_weight_bytes",
         (json_int_t)held_weight_bytes(daemon, planned->weights), "attention_weight_bytes",

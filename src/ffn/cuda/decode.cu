@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT
 // The whole FFN of one layer for 1 to 16 rows in one cooperative launch: router, gate and up, down.
 //
-// Few rows make this a matter of streaming weights. A block is 8 computing warps and 3 that only start
-// copies: 2 for weights, one for rows. Weights flow through a ring of stages in shared memory; a stage is
+// Few rows make this a matter of streaming weights. A block is 8 computing warps and 5 that only start
+// copies: 4 for weights, one for rows. Weights flow through a ring of stages in shared memory; a stage is
 // one tile (16 weight rows) by one chunk of the inner dimension, copied by the bulk copy engine. A warp
-// starts such a copy every 45 ns at best, a kilobyte is due every 34 ns: hence two weight warps, with
-// eight rows of every stage each. Stages go along the inner dimension as far as the slots for rows reach
-// (a window), then to the next tile: memory likes long pieces of a row. The weight warps run ahead over the border between the two phases, since weights
+// starts such a copy every 45 ns at best, a kilobyte is due every 34 ns: hence four weight warps, with
+// four rows of every stage each. They run ahead over the border between the two phases, since weights
 // depend on nothing: while the grid meets, the ring fills with `down`. Where the next layer is known
 // before it is asked for (the resident kernel, dense layers), the ring fills with its first stages.
 //
@@ -65,7 +64,7 @@ struct decode_shared_t {
     ffn_cuda_signature_t signature;
     decode_call_t call;
     const ffn_cuda_layer_t *ahead; // the layer whose first stages are in the ring, or NULL
-    uint32_t ahead_stages, ahead_window;
+    uint32_t ahead_stages;
 };
 static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");
 
@@ -189,15 +188,10 @@ static __device__ __forceinline__ uint32_t slot_rows(uint32_t rows)
     return rows <= 4 ? 4 : (rows <= 8 ? 8 : 16);
 }
 
-static __device__ __forceinline__ uint32_t slot_count(uint32_t rows)
-{
-    return DECODE_ROW_BUFFERS / slot_rows(rows);
-}
-
 static __device__ __forceinline__ void slot_next(decode_slots_t *slots, uint32_t rows)
 {
     slots->parities ^= 1u << slots->slot;
-    if (++slots->slot == slot_count(rows))
+    if (++slots->slot == DECODE_ROW_BUFFERS / slot_rows(rows))
         slots->slot = 0;
 }
 
@@ -266,7 +260,7 @@ static __device__ __forceinline__ uint32_t rows_live(const decode_phase_t &p, ui
 static __device__ void weights_gate(decode_shared_t &sh, decode_ring_t *ring,
                                     const decode_phase_t &p, const ffn_cuda_signature_t &s,
                                     const ffn_cuda_part_t *parts, uint32_t experts_chosen,
-                                    uint32_t window, uint32_t begin, uint32_t end, uint64_t policy)
+                                    uint32_t begin, uint32_t end, uint64_t policy)
 {
     const uint32_t lane = threadIdx.x % 32;
     uint32_t number = 0;
@@ -279,21 +273,18 @@ static __device__ void weights_gate(decode_shared_t &sh, decode_ring_t *ring,
                         DECODE_COPY_WARPS * 32);
             copiers_meet();
         }
-        for (uint32_t at = 0; at < s.hidden && number < end; at += window * p.chunk) {
-            const uint32_t stop = min(at + window * p.chunk, s.hidden);
-            for (uint32_t tile = 0; tile < tiles; tile++) {
+        for (uint32_t k = 0; k < s.hidden && number < end; k += p.chunk) {
+            const uint32_t bytes = min(p.chunk, s.hidden - k) * 2;
+            for (uint32_t tile = 0; tile < tiles; tile++, number++) {
+                if (number < begin || number >= end || lane)
+                    continue;
                 const uint32_t rest = p.count - (panel * p.panel_tiles + tile) * p.tile_rows;
-                const char *const *row = &sh.row_at[tile][copy_warp() * COPY_ROWS];
-                for (uint32_t k = at; k < stop; k += p.chunk, number++) {
-                    if (number < begin || number >= end || lane)
-                        continue;
-                    const char *from[COPY_ROWS];
+                const char *const *at = &sh.row_at[tile][copy_warp() * COPY_ROWS];
+                const char *from[COPY_ROWS];
 #pragma unroll
-                    for (uint32_t i = 0; i < COPY_ROWS; i++)
-                        from[i] = row[i] + (uint64_t)k * 2;
-                    stage_fill(sh, ring, from, rows_live(p, rest), min(p.chunk, s.hidden - k) * 2,
-                               policy);
-                }
+                for (uint32_t i = 0; i < COPY_ROWS; i++)
+                    from[i] = at[i] + (uint64_t)k * 2;
+                stage_fill(sh, ring, from, rows_live(p, rest), bytes, policy);
             }
         }
     }
@@ -304,7 +295,7 @@ static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
                                     const decode_phase_t &p, uint64_t policy)
 {
     const decode_call_t &call = sh.call;
-    const uint32_t lane = threadIdx.x % 32, window = slot_count(call.rows);
+    const uint32_t lane = threadIdx.x % 32;
     for (uint32_t panel = 0; panel < p.panels; panel++) {
         const uint32_t tiles = panel_tiles(p, panel);
         const void *held = NULL; // `down` of 32 parts, one a lane
@@ -316,20 +307,17 @@ static __device__ void weights_down(decode_shared_t &sh, decode_ring_t *ring,
             const uint32_t width = phase_part_width(sh.signature, call, true, part);
             if (lane)
                 continue;
-            for (uint32_t at = 0; at < width; at += window * p.chunk) {
-                const uint32_t stop = min(at + window * p.chunk, width);
+            for (uint32_t k = 0; k < width; k += p.chunk) {
+                const uint32_t bytes = min(p.chunk, width - k) * 2;
                 for (uint32_t tile = 0; tile < tiles; tile++) {
                     const uint32_t before = (panel * p.panel_tiles + tile) * p.tile_rows;
-                    const char *row =
-                        down + (uint64_t)(p.first + before + copy_warp() * COPY_ROWS) * width * 2;
-                    for (uint32_t k = at; k < stop; k += p.chunk) {
-                        const char *from[COPY_ROWS];
+                    const char *first =
+                        down + ((uint64_t)(p.first + before + copy_warp() * COPY_ROWS) * width + k) * 2;
+                    const char *from[COPY_ROWS];
 #pragma unroll
-                        for (uint32_t i = 0; i < COPY_ROWS; i++)
-                            from[i] = row + ((uint64_t)i * width + k) * 2;
-                        stage_fill(sh, ring, from, rows_live(p, p.count - before),
-                                   min(p.chunk, width - k) * 2, policy);
-                    }
+                    for (uint32_t i = 0; i < COPY_ROWS; i++)
+                        from[i] = first + (uint64_t)i * width * 2;
+                    stage_fill(sh, ring, from, rows_live(p, p.count - before), bytes, policy);
                 }
             }
         }
@@ -370,29 +358,6 @@ static __device__ void rows_send(decode_shared_t &sh, decode_slots_t *slots, con
 }
 
 // ---- computing warps -----------------------------------------------------------------------------
-// 32 elements of the inner dimension: 16 contiguous bytes of a row a lane, as two products.
-template <typename T, int NB>
-static __device__ __forceinline__ void step_multiply(const unsigned char *a, const unsigned char *b,
-                                                     uint32_t step, uint32_t length,
-                                                     const uint32_t (&keep)[NB],
-                                                     float (&first)[NB][4], float (&second)[NB][4])
-{
-    uint4 low = *(const uint4 *)(a + step * 64);
-    uint4 high = *(const uint4 *)(a + 8 * DECODE_PITCH + step * 64);
-    // Past the end of the chunk lies what was there before.
-    const uint32_t inside = step * 32 + threadIdx.x % 4 * 8 < length ? 0xffffffffu : 0u;
-    low.x &= inside, low.y &= inside, low.z &= inside, low.w &= inside;
-    high.x &= inside, high.y &= inside, high.z &= inside, high.w &= inside;
-#pragma unroll
-    for (int n = 0; n < NB; n++) {
-        uint4 x = *(const uint4 *)(b + n * 8 * DECODE_PITCH + step * 64);
-        const uint32_t mask = keep[n] & inside;
-        x.x &= mask, x.y &= mask, x.z &= mask, x.w &= mask;
-        ptx_mma<T>(first[n], low.x, high.x, low.y, high.y, x.x, x.y);
-        ptx_mma<T>(second[n], low.z, high.z, low.w, high.w, x.z, x.w);
-    }
-}
-
 template <typename T, int NB>
 static __device__ __forceinline__ void tile_multiply(const unsigned char *a, const unsigned char *b,
                                                      uint32_t length, const uint32_t (&keep)[NB],
@@ -402,24 +367,23 @@ static __device__ __forceinline__ void tile_multiply(const unsigned char *a, con
     a += at;
     b += at;
     const uint32_t steps = (length + 31) / 32;
-    // Four sums that do not wait for each other, added at the end.
-    float part[4][NB][4];
+#pragma unroll 4
+    for (uint32_t i = 0; i < steps; i++) {
+        uint4 low = *(const uint4 *)(a + i * 64);
+        uint4 high = *(const uint4 *)(a + 8 * DECODE_PITCH + i * 64);
+        // Past the end of the chunk lies what was there before.
+        const uint32_t inside = i * 32 + lane % 4 * 8 < length ? 0xffffffffu : 0u;
+        low.x &= inside, low.y &= inside, low.z &= inside, low.w &= inside;
+        high.x &= inside, high.y &= inside, high.z &= inside, high.w &= inside;
 #pragma unroll
-    for (int i = 0; i < 4 * NB * 4; i++)
-        (&part[0][0][0])[i] = 0.0f;
-    uint32_t i = 0;
-#pragma unroll 2
-    for (; i + 1 < steps; i += 2) {
-        step_multiply<T, NB>(a, b, i, length, keep, part[0], part[1]);
-        step_multiply<T, NB>(a, b, i + 1, length, keep, part[2], part[3]);
+        for (int n = 0; n < NB; n++) {
+            uint4 x = *(const uint4 *)(b + n * 8 * DECODE_PITCH + i * 64);
+            const uint32_t mask = keep[n] & inside;
+            x.x &= mask, x.y &= mask, x.z &= mask, x.w &= mask;
+            ptx_mma<T>(sum[n], low.x, high.x, low.y, high.y, x.x, x.y);
+            ptx_mma<T>(sum[n], low.z, high.z, low.w, high.w, x.z, x.w);
+        }
     }
-    if (i < steps)
-        step_multiply<T, NB>(a, b, i, length, keep, part[0], part[1]);
-#pragma unroll
-    for (int n = 0; n < NB; n++)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            sum[n][j] += (part[0][n][j] + part[1][n][j]) + (part[2][n][j] + part[3][n][j]);
 }
 
 static __device__ __forceinline__ float route_weight(const decode_shared_t &sh, uint32_t row,
@@ -492,7 +456,6 @@ static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &
                                      decode_place_t *place)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = sh.call.rows;
-    const uint32_t window = slot_count(rows);
     for (uint32_t panel = 0; panel < p.panels; panel++) {
         const uint32_t tiles = panel_tiles(p, panel);
         float sum[DECODE_SLOTS][NB][4];
@@ -509,45 +472,36 @@ static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &
 #pragma unroll
             for (int n = 0; n < NB; n++)
                 keep[n] = !down || sh.mask_of[part] >> (n * 8 + lane / 4) & 1 ? 0xffffffffu : 0u;
-            uint32_t turn_at = 0; // which of the warps that share a tile has the window's first chunk
-            for (uint32_t k0 = 0; k0 < width; k0 += window * p.chunk) {
-                const uint32_t chunks = min(window, ceil_div(width - k0, p.chunk));
-                uint32_t turn = turn_at;
+            uint32_t turn = 0; // which of the warps that share a tile has this chunk
+            for (uint32_t k = 0; k < width; k += p.chunk) {
+                const uint32_t length = min(p.chunk, width - k);
+                const uint32_t at = place->slots.slot;
+                ptx_barrier_wait(ptx_shared(&sh.rows_full[at]), place->slots.parities >> at & 1);
 #pragma unroll
                 for (int slot = 0; slot < DECODE_SLOTS; slot++)
                     for (uint32_t i = 0; i < DECODE_WARPS; i++) {
                         const uint32_t tile = slot * DECODE_WARPS + i;
                         if (tile >= tiles)
                             break;
-                        turn = turn_at;
-                        for (uint32_t c = 0; c < chunks; c++) {
-                            uint32_t at = place->slots.slot + c;
-                            at = at >= window ? at - window : at;
-                            if (tile == 0)
-                                ptx_barrier_wait(ptx_shared(&sh.rows_full[at]),
-                                                 place->slots.parities >> at & 1);
-                            const uint32_t round = place->number >= DECODE_STAGES;
-                            const uint32_t stage = place->number - round * DECODE_STAGES;
-                            ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
-                            if (warp == turn * tiles + i)
-                                tile_multiply<T, NB>(sh.ring[stage][0],
-                                                     sh.rows[at * slot_rows(rows)],
-                                                     min(p.chunk, width - k0 - c * p.chunk), keep,
-                                                     sum[slot]);
+                        const uint32_t round = place->number >= DECODE_STAGES;
+                        const uint32_t stage = place->number - round * DECODE_STAGES;
+                        ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
+                        if (warp == turn * tiles + i) {
+                            tile_multiply<T, NB>(sh.ring[stage][0],
+                                                 sh.rows[at * slot_rows(rows)], length, keep,
+                                                 sum[slot]);
                             __syncwarp();
-                            if (lane == 0) {
-                                ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
-                                if (tile + 1 == tiles)
-                                    ptx_barrier_arrive(ptx_shared(&sh.rows_empty[at]));
-                            }
-                            if (++place->number == 2 * DECODE_STAGES)
-                                place->number = 0;
-                            turn = turn + 1 == p.split ? 0 : turn + 1;
                         }
+                        if (lane == 0)
+                            ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
+                        if (++place->number == 2 * DECODE_STAGES)
+                            place->number = 0;
                     }
-                turn_at = turn;
-                for (uint32_t c = 0; c < chunks; c++)
-                    slot_next(&place->slots, rows);
+                __syncwarp();
+                if (lane == 0)
+                    ptx_barrier_arrive(ptx_shared(&sh.rows_empty[at]));
+                slot_next(&place->slots, rows);
+                turn = turn + 1 == p.split ? 0 : turn + 1;
             }
         }
         if (p.split > 1) {
@@ -813,14 +767,12 @@ static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
                     pair < p.count ? base + (uint64_t)(p.first + pair) * s.hidden * 2 : NULL;
             }
             copiers_meet();
-            weights_gate(sh, &role->ring, p, s, layer->parts, 0, slot_count(sh.call.rows), 0, stages,
-                         policy);
+            weights_gate(sh, &role->ring, p, s, layer->parts, 0, 0, stages, policy);
         }
     }
     if (threadIdx.x == DECODE_WARPS * 32) {
         sh.ahead = stages ? layer : NULL;
         sh.ahead_stages = stages;
-        sh.ahead_window = slot_count(sh.call.rows); // rows as in this layer, most likely
     }
 }
 
@@ -831,8 +783,7 @@ static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint6
     decode_call_t &call = sh.call;
     role->slots.slot = 0;
     role->place.slots.slot = 0;
-    const bool hit = sh.ahead_stages && sh.ahead == call.layer &&
-                     sh.ahead_window == slot_count(call.rows);
+    const bool hit = sh.ahead_stages && sh.ahead == call.layer;
     const uint32_t begin = hit ? sh.ahead_stages : 0;
     if (!hit && warp < DECODE_WARPS)
         ahead_drop(sh, role);
@@ -868,8 +819,8 @@ static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint6
             call.cycles[1][block_number()] = (uint32_t)clock64() - call.down_began;
         __threadfence_system();
     } else if (warp < DECODE_WARPS + DECODE_COPY_WARPS) {
-        weights_gate(sh, &role->ring, gate, sh.signature, call.parts, call.experts_chosen,
-                     slot_count(call.rows), begin, 0xffffffffu, policy);
+        weights_gate(sh, &role->ring, gate, sh.signature, call.parts, call.experts_chosen, begin,
+                     0xffffffffu, policy);
         weights_down(sh, &role->ring, down, policy);
     } else {
         ptx_fence_proxy();

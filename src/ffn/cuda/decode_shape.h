@@ -4,7 +4,7 @@
 #define XPOOL_FFN_CUDA_DECODE_SHAPE_H
 
 #define DECODE_WARPS       8u /* that compute */
-#define DECODE_COPY_WARPS  2u /* that start copies of weights; one more does so for rows */
+#define DECODE_COPY_WARPS  4u /* that start copies of weights; one more does so for rows */
 #define DECODE_THREADS     ((DECODE_WARPS + DECODE_COPY_WARPS + 1u) * 32u)
 #define DECODE_TILE        16u  /* weight rows of a stage */
 #define DECODE_CHUNK       512u /* elements of the inner dimension of a stage */

@@ -120,7 +120,7 @@ static xpw_Envelope workload(const fixture_t *f, uint32_t tp, uint32_t dp)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_workload_tag};
     xpw_Workload *w = &envelope.body.workload;
-    snprintf(w->engine, sizeof(w->engine), "test 1.0");
+    snprintf(w->engine, sizeof(w->engine), "a \"strange\" name");
     memcpy(w->checkpoint, f->digest, sizeof(w->checkpoint));
     snprintf(w->path, sizeof(w->path), "/somewhere");
     w->hidden = f->plan->models[0].spec.hidden;
@@ -343,6 +343,28 @@ static void expect_detached(int agent, uint32_t rank)
     assert_int_equal(detach.body.arena_detach.rank, rank);
 }
 
+/* The answer of one of the daemon's own paths holds this text. */
+static void expect_http(const fixture_t *f, const char *path, const char *text)
+{
+    static char answer[65536];
+    char request[128];
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    address.sin_port = htons((uint16_t)atoi(strrchr(f->config->daemon.http, ':') + 1));
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    int length = snprintf(request, sizeof(request), "GET %s HTTP/1.0\r\n\r\n", path);
+    assert_int_equal(write(fd, request, (size_t)length), length);
+    size_t used = 0;
+    ssize_t got;
+    while (used < sizeof(answer) - 1 &&
+           (got = read(fd, answer + used, sizeof(answer) - 1 - used)) > 0)
+        used += (size_t)got;
+    answer[used] = '\0';
+    close(fd);
+    if (!strstr(answer, text))
+        fail_msg("%s does not say %s: %s", path, text, answer);
+}
+
 /* ---- tests -------------------------------------------------------------------------------------
  */
 
@@ -439,13 +461,17 @@ static void a_ranks_failure_is_the_instances(void **state)
     initialized(second, 0);
     wait_reason(&f, NULL);
     xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag};
-    snprintf(report.body.fail_report.what, sizeof(report.body.fail_report.what), "a bad step");
+    snprintf(report.body.fail_report.what, sizeof(report.body.fail_report.what), "a bad\xff step");
     say(second, &report, NULL, 0);
     expect_stop(first, xpw_StopPhase_STOP_FINALIZE);
     expect_stop(second, xpw_StopPhase_STOP_FINALIZE);
     expect_detached(f.agents[0], 0);
     expect_detached(f.agents[1], 1);
-    wait_reason(&f, "a bad step");
+    wait_reason(&f, "a bad\xff step");
+    /* Whatever a process says, the daemon's answers are JSON. */
+    expect_http(&f, "/v1/state", "\"reason\": \"a bad? step\"");
+    expect_http(&f, "/ready", "m: a bad? step");
+    expect_http(&f, "/metrics", "release=\"a _strange_ name\"");
     close(second);
     close(first);
     send_down(&f);

@@ -575,6 +575,31 @@ static void back_pressure(void **state)
     close(fd);
 }
 
+/* When the timer of a gone backend ends, this client has not read yet what came before. */
+static void a_slow_client_of_a_gone_backend(void **state)
+{
+    enum { TOTAL = 16 << 20 };
+    char head[128];
+    tear_down(state);
+    start((http_gateway_config_t){.max_output_bytes = 64 * 1024, .gone_timeout_ms = 200});
+    snprintf(head, sizeof(head), "HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n", TOTAL + 1);
+    f.a.first = head;
+    f.a.flood = TOTAL;
+    int fd = send_chat("a");
+    wait_for(f.a.flooded > 0);
+    size_t before;
+    do {
+        before = f.a.flooded;
+        usleep(300000);
+    } while (f.a.flooded != before);
+    set_backend("a", 0, HTTP_BACKEND_DOWN, "rank 0 died");
+    usleep(500000);
+    assert_int_equal(open_requests(), 1);
+    assert_true(client_closed(fd, 2000));
+    wait_for(open_requests() == 0);
+    close(fd);
+}
+
 static void lists_and_counts(void **state)
 {
     set_backend("c", 0, HTTP_BACKEND_DOWN, "why");
@@ -721,6 +746,7 @@ int main(void)
         CASE(one_retry_of_a_refused_connection),
         CASE(a_silent_backend_times_out),
         CASE(back_pressure),
+        CASE(a_slow_client_of_a_gone_backend),
         CASE(lists_and_counts),
         CASE(quiescing_and_removal_leave_open_requests),
         CASE(an_unsent_answer_is_open),
