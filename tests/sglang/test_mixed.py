@@ -5,6 +5,7 @@ at the same time, gets the golden text of each, streamed and not, with usage; th
 in the FfnAgent only. Needs 8 GB of memory."""
 
 import os
+import re
 import sys
 
 import openai
@@ -15,8 +16,9 @@ from harness import ROOT, check
 
 TALES = ROOT / "models" / "tales"
 LEAST_BYTES = 7.5 * 2**30  # what is left of 8 GB
-MODELS = ("qwen3-moe", "deepseek-v2", "glm4-moe-lite")
+MODELS = ("deepseek-v2", "glm4-moe-lite", "qwen3-moe")  # the last one is native
 ROUNDS = 2
+SPECIAL = re.compile(r"<\|\w+\|>")  # special tokens, which a completion's text leaves out
 
 
 def client_of(system):
@@ -33,8 +35,8 @@ def complete(system, name, prompt):
         for event in client.completions.create(stream=True, stream_options={"include_usage": True}, **options):
             usage = event.usage or usage
             pieces += [choice.text for choice in event.choices]
-    text = plain.choices[0].text
-    check(text == prompt["greedy_text"], f"{name}: {text!r} instead of {prompt['greedy_text']!r}")
+    text, want = plain.choices[0].text, SPECIAL.sub("", prompt["greedy_text"])
+    check(text == want, f"{name}: {text!r} instead of {want!r}")
     check("".join(pieces) == text, f"{name}: the stream says {''.join(pieces)!r}")
     check(sum(bool(piece) for piece in pieces) > 3, f"{name}: the text came in {len(pieces)} pieces")
     for got in (plain.usage, usage):

@@ -582,7 +582,7 @@ static void a_slow_client_of_a_gone_backend(void **state)
     char head[128];
     tear_down(state);
     start((http_gateway_config_t){.max_output_bytes = 64 * 1024, .gone_timeout_ms = 200});
-    snprintf(head, sizeof(head), "HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n", TOTAL + 1);
+    snprintf(head, sizeof(head), "HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n", 2 * TOTAL);
     f.a.first = head;
     f.a.flood = TOTAL;
     int fd = send_chat("a");
