@@ -7,7 +7,7 @@ if(NOT TARGET xpool_library)
   return()
 endif()
 
-set(XPOOL_LIBRARY_ABI 0)
+set(XPOOL_LIBRARY_ABI 1)
 set(symbols_file ${CMAKE_SOURCE_DIR}/include/xpool/symbols.txt)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${symbols_file})
 file(STRINGS ${symbols_file} symbols REGEX "^xpool_")

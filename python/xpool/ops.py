@@ -29,9 +29,23 @@ def attached():
     return _rank
 
 
+def _refuse(text):
+    if _failed is not None:
+        _failed(_ranks.INVALID, text)
+    raise RuntimeError(text)
+
+
 def _ffn_shim(hidden_states, layer):
     if _rank is None:
         raise RuntimeError("xpool::ffn_shim: no Instance Rank is attached in this process")
+    # The C call knows addresses and row counts only.
+    if hidden_states.dim() != 2 or hidden_states.shape[1] != _rank.hidden:
+        _refuse(
+            f"xpool::ffn_shim takes rows x {_rank.hidden}, not a tensor of shape"
+            f" {tuple(hidden_states.shape)}"
+        )
+    if hidden_states.dtype not in _DTYPES:
+        _refuse(f"xpool::ffn_shim takes float32, float16 or bfloat16, not {hidden_states.dtype}")
     rows_in = hidden_states.contiguous()
     output = torch.empty_like(rows_in)
     status = _rank.ffn(

@@ -35,6 +35,7 @@ class Rank:
         self._native = native.load()
         ffi, lib = self._native.ffi, self._native.lib
         self._config = config  # the library keeps using it
+        self.hidden = workload.hidden  # width of every row
         options = ffi.new(
             "xpool_rank_options_t *", {"struct_bytes": ffi.sizeof("xpool_rank_options_t")}
         )
@@ -97,6 +98,8 @@ class Rank:
 
     def set_dp_rows(self, rows):
         """Rows of every attention DP rank in this step."""
+        if len(rows) > MAX_DP:
+            raise native.XpoolError(f"{len(rows)} attention DP ranks; at most {MAX_DP} are possible")
         for index, count in enumerate(rows):
             self._dp_rows[index] = count
         self.call.dp_rows = self._dp_rows

@@ -4,6 +4,7 @@
  * (PR_SET_PDEATHSIG), leave Ctrl-C to it (XPOOL_UNDER_UP), and end in the daemon's order. One
  * thread.
  */
+#include <dirent.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -25,6 +26,7 @@
 #define UP_CHECK_NS      (200 * XP_NS_PER_MS)
 #define UP_SLACK_S       5 /* past the daemon's own deadlines of an ordered end */
 #define UP_GRACE_NS      (700 * XP_NS_PER_MS) /* after a failure, before what is left is killed */
+#define UP_SWEEP_NS      (1 * XP_NS_PER_S)    /* for what an engine's main process leaves behind */
 
 typedef struct up_child {
     pid_t pid;     /* 0 when it has ended */
@@ -33,6 +35,7 @@ typedef struct up_child {
     /* Another engine's main process, in a process group of its own: it has children, and signals of
      * its own that a terminal's Ctrl-C must not reach. */
     bool engine;
+    uint64_t gone_ns; /* when its main process was seen dead while others of its group lived */
 } up_child_t;
 
 typedef struct up {
@@ -158,12 +161,10 @@ static uint32_t alive(const up_t *up)
 
 static void signal_all(const up_t *up, int signal_number)
 {
+    /* An engine's tree ends with its main process; reap() sees to it. */
     for (uint32_t i = 0; i < up->count; i++)
         if (up->children[i].pid)
-            /* An engine ends its own tree when it is asked to; when it is killed, all of it is. */
-            kill(up->children[i].engine && signal_number == SIGKILL ? -up->children[i].pid
-                                                                    : up->children[i].pid,
-                 signal_number);
+            kill(up->children[i].pid, signal_number);
 }
 
 static void begin_force(up_t *up, uint64_t after_ns)
@@ -258,22 +259,56 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
     }
 }
 
+/* Whether a live process other than its dead leader is in this process group. */
+static bool group_lives(pid_t leader)
+{
+    DIR *folder = opendir("/proc");
+    bool found = false;
+    struct dirent *entry;
+    while (folder && !found && (entry = readdir(folder))) {
+        char path[64], line[512];
+        char *end;
+        long pid = strtol(entry->d_name, &end, 10);
+        if (*end || pid <= 0 || pid == leader)
+            continue;
+        snprintf(path, sizeof(path), "/proc/%ld/stat", pid);
+        FILE *file = fopen(path, "re");
+        size_t got = file ? fread(line, 1, sizeof(line) - 1, file) : 0;
+        if (file)
+            fclose(file);
+        line[got] = '\0';
+        char state;
+        long group;
+        const char *rest = strrchr(line, ')'); /* a name may hold anything */
+        found = rest && sscanf(rest, ") %c %*d %ld", &state, &group) == 2 && group == leader &&
+                state != 'Z' && state != 'X';
+    }
+    if (folder)
+        closedir(folder);
+    return found;
+}
+
 static void reap(up_t *up)
 {
-    for (;;) {
+    for (uint32_t i = 0; i < up->count; i++) {
+        up_child_t *child = &up->children[i];
         siginfo_t info = {.si_pid = 0};
-        if (waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || !info.si_pid)
-            return;
-        up_child_t *child = NULL;
-        for (uint32_t i = 0; i < up->count; i++)
-            if (up->children[i].pid == info.si_pid)
-                child = &up->children[i];
-        /* What an engine's main process has started and not taken with it; its id is still its own
-         * while it has not been waited for. */
-        if (child && child->engine)
-            kill(-info.si_pid, SIGKILL);
+        if (!child->pid ||
+            waitid(P_PID, (id_t)child->pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+            !info.si_pid)
+            continue;
+        /* What an engine's main process has started and not taken with it has a moment to end by
+         * itself and to tidy up. The group's id stays its own while it has not been waited for. */
+        if (child->engine && group_lives(child->pid)) {
+            uint64_t now = xp_monotonic_ns();
+            if (!child->gone_ns)
+                child->gone_ns = now;
+            if (now - child->gone_ns < UP_SWEEP_NS)
+                continue;
+            kill(-child->pid, SIGKILL);
+        }
         int wait_status;
-        if (waitpid(info.si_pid, &wait_status, WNOHANG) == info.si_pid && child)
+        if (waitpid(child->pid, &wait_status, WNOHANG) == child->pid)
             child_ended(up, child, wait_status);
     }
 }

@@ -35,10 +35,11 @@ xp_status_t planner_check_sglang(const config_model_t *model, const model_spec_t
                        "has the one or the other above 1",
                        model->id, tp, dp);
     if (dp > 1 &&
-        (spec->architecture == MODEL_ARCH_LLAMA || spec->architecture == MODEL_ARCH_QWEN2))
+        (spec->architecture == MODEL_ARCH_LLAMA || spec->architecture == MODEL_ARCH_QWEN2 ||
+         spec->architecture == MODEL_ARCH_QWEN3))
         return xp_fail(XP_UNSUPPORTED,
-                       "models[%s].attention_dp: SGLang has no attention data parallelism for %s; "
-                       "use attention_dp = 1",
+                       "models[%s].attention_dp: attention data parallelism of SGLang is supported "
+                       "for MoE models, not for %s; use attention_dp = 1",
                        model->id, spec->architecture_name);
     if (spec->heads % tp != 0)
         return xp_fail(XP_INVALID,

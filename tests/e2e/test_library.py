@@ -351,7 +351,7 @@ def installed():
         harness.check(done.returncode == 0, done.stdout + done.stderr)
         (pc,) = prefix.rglob("xpool.pc")
         library = pc.parent.parent
-        for file in (prefix / "include/xpool/xpool.h", library / "libxpool.so", library / "libxpool.so.0"):
+        for file in (prefix / "include/xpool/xpool.h", library / "libxpool.so", library / "libxpool.so.1"):
             harness.check(file.exists(), f"{file.relative_to(prefix)} is not installed")
         env = {**os.environ, "PKG_CONFIG_PATH": str(pc.parent)}
         flags = subprocess.run(
@@ -372,7 +372,7 @@ def installed():
             )
             harness.check(run.returncode == 1 and "/nowhere.toml" in run.stdout, f"{run.stdout}{run.stderr}")
         done = subprocess.run(
-            [str(harness.ROOT / "scripts/check-symbols"), str(library / "libxpool.so.0")],
+            [str(harness.ROOT / "scripts/check-symbols"), str(library / "libxpool.so.1")],
             capture_output=True, text=True,
         )
         harness.check(done.returncode == 0, done.stdout + done.stderr)

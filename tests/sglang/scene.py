@@ -5,7 +5,6 @@ Built on tests/e2e/harness.py: `xpool up` starts everything, SGLang is found by 
 /proc. Needs the environment of the tests.
 """
 
-import functools
 import json
 import mmap
 import os
@@ -298,40 +297,9 @@ def failures(log):
     return set(re.findall(r"canonical failure(?: of Generation \d+)?: (.*)", log))
 
 
-# SGLang ends by SIGKILL even in order, and then leaves these in /dev/shm.
-SGLANG_SHM = ("psm_", "sem.mp-", "sglang_loads_")
-
-
-def sweep(names):
-    """Removes what SGLang left in /dev/shm since `names` was read; what a process maps is in use."""
-    mapped = set()
-    for pid in harness.process_table():
-        try:
-            mapped |= {name for *_, name in regions(pid) if name.startswith("/dev/shm/")}
-        except OSError:
-            pass  # it has ended
-    left = [n for n in harness.shm_names() - names if n.startswith(SGLANG_SHM) and f"/dev/shm/{n}" not in mapped]
-    for name in left:
-        pathlib.Path("/dev/shm", name).unlink(missing_ok=True)
-    if left:
-        print(f"     removed {len(left)} names that SGLang left in /dev/shm", flush=True)
-
-
-def swept(test):
-    @functools.wraps(test)
-    def run():
-        names = harness.shm_names()
-        try:
-            test()
-        finally:
-            sweep(names)
-
-    return run
-
-
 def main(*tests):
-    """harness.main with what these tests need."""
+    """harness.main, which also asks that nothing is left in /dev/shm: SGLang's names neither."""
     if not server.PYTHON.exists():
         print("skipped: the Python environment is missing; scripts/test-venv makes it")
         sys.exit(harness.SKIPPED)
-    harness.main(*map(swept, tests))
+    harness.main(*tests)

@@ -67,7 +67,8 @@ def together():
                     check(pid == agent, f"pid {pid} maps FFN weights: {name}")
                     resident += end - first
         planned = sum(entry["ffn_weight_bytes"] for entry in system.state()["models"])
-        check(resident >= planned > 0, f"the FfnAgent maps {resident} bytes of FFN weights, {planned} were planned")
+        # The daemon's figure has the tables of the layers in it.
+        check(0.95 * planned <= resident <= planned, f"the FfnAgent maps {resident} bytes of FFN weights of {planned}")
         print(f"     {len(MODELS)} models, {resident / 2**20:.1f} MiB of FFN weights, in the FfnAgent only", flush=True)
         system.stop()
 

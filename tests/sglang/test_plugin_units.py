@@ -105,6 +105,8 @@ class Bindings(unittest.TestCase):
 class TwiceRank:
     """Answers 2 x input; tells the calls."""
 
+    hidden = 8
+
     def __init__(self):
         self.calls = []
         self.status = ranks.OK
@@ -150,6 +152,19 @@ class Operator(unittest.TestCase):
         with FakeTensorMode():
             out = ops.ffn_shim(torch.empty(7, 8, dtype=torch.bfloat16), 1)
             self.assertEqual((out.shape, out.dtype), ((7, 8), torch.bfloat16))
+        self.assertEqual(self.rank.calls, [])
+
+    def test_a_wrong_tensor_never_reaches_the_library(self):
+        told = []
+        ops.attach(self.rank, lambda *what: told.append(what))
+        for tensor, reason in (
+            (torch.randn(5, 7), r"rows x 8, not a tensor of shape \(5, 7\)"),
+            (torch.randn(2, 5, 8), r"of shape \(2, 5, 8\)"),
+            (torch.zeros(5, 8, dtype=torch.float64), "not torch.float64"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, reason):
+                ops.ffn_shim(tensor, 0)
+        self.assertEqual([status for status, _ in told], [ranks.INVALID] * 3)
         self.assertEqual(self.rank.calls, [])
 
     def test_a_failure_reaches_the_caller(self):

@@ -14,6 +14,7 @@
     rank       the Instance Rank's life along the scheduler's
     failure    ending SGLang with a reason
     interrupt  Ctrl-C
+    shared     names in /dev/shm
     patch      how a function of SGLang is changed
 
 A further thing, such as another KV pool, is a further file with a `hook()`, named in a list of `plugin`.

@@ -15,9 +15,10 @@ _MODELS = "sglang.srt.models."
 
 ADAPTERS = {
     # The decoder layers of Qwen2 and Llama have no communicator: SGLang gives them no DP attention.
+    # That of Qwen3 has one, but SGLang does not promise it.
     "Qwen2ForCausalLM": Adapter(_MODELS + "qwen2", ("Qwen2MLP",), False),
     "LlamaForCausalLM": Adapter(_MODELS + "llama", ("LlamaMLP",), False),
-    "Qwen3ForCausalLM": Adapter(_MODELS + "qwen3", ("Qwen3MLP",), True),
+    "Qwen3ForCausalLM": Adapter(_MODELS + "qwen3", ("Qwen3MLP",), False),
     "Qwen3MoeForCausalLM": Adapter(
         _MODELS + "qwen3_moe", ("Qwen3MoeSparseMoeBlock", "Qwen3MoeMLP"), True
     ),

@@ -38,9 +38,12 @@ def watch():
     its parent from the first moment on (SGLang itself asks for that only after the plugins)."""
     if not is_main():
         import ctypes
+        import multiprocessing
 
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != multiprocessing.parent_process().pid:  # it died before that
+            os._exit(EXIT_CODE)
         return
     os.environ[MAIN] = str(os.getpid())
     if threading.current_thread() is threading.main_thread():

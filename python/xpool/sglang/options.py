@@ -42,6 +42,7 @@ _REFUSED = (
     ("lora_paths", (None, []), "an adapter would need the FFN's weights"),
     ("speculative_algorithm", (None,), "speculative decoding is not supported"),
     ("dllm_algorithm", (None,), "diffusion decoding is not supported"),
+    ("enable_mixed_chunk", (False,), "the plan has room for a prefill step or a decode step, not their sum"),
     ("enable_two_batch_overlap", (False,), "it cuts the FFN of a layer into pieces"),
     ("enable_single_batch_overlap", (False,), "it cuts the FFN of a layer into pieces"),
     ("enable_pdmux", (False,), "FFN calls come from one stream"),
@@ -123,7 +124,7 @@ def deployment(arguments):
             f" has ({info.attention_tp}, {info.attention_dp})"
         )
     if dp > 1 and not adapter.attention_dp:
-        raise XpoolError(f"SGLang has no data parallel attention for {info.architecture}")
+        raise XpoolError(f"data parallel attention is supported for MoE models, not for {info.architecture}")
 
     if arguments.max_running_requests is None:
         arguments.max_running_requests = info.decode_rows * dp

@@ -80,9 +80,9 @@ def _ready(runner, rank, counts):
 
 def _load_model(original, runner):
     rank = _open(runner)
-    info, config = _deployment.model_id, _deployment.config
+    model_id, config = _deployment.model_id, _deployment.config
     try:
-        with weights.without_ffn(lambda name: config.is_ffn_tensor(info, name)) as counts:
+        with weights.without_ffn(lambda name: config.is_ffn_tensor(model_id, name)) as counts:
             original(runner)
     except XpoolError as error:
         failure.end(str(error))
