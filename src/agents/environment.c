@@ -27,8 +27,13 @@ static bool list_has(const char *list, char separator, const char *item)
     size_t length = strlen(item);
     for (const char *at = list; at; at = strchr(at, separator)) {
         at += *at == separator;
-        if (strncmp(at, item, length) == 0 && (at[length] == separator || !at[length]))
-            return true;
+        at += strspn(at, " ");
+        const char *end = at + length;
+        if (strncmp(at, item, length) == 0) {
+            end += strspn(end, " ");
+            if (*end == separator || !*end)
+                return true;
+        }
     }
     return false;
 }
@@ -129,6 +134,9 @@ static xp_status_t prepare_cpu(const config_t *config, const uint32_t *rank_atn,
     XP_TRY(set_variable("TORCHDYNAMO_DISABLE", "1", false));
     XP_TRY(set_variable("OMP_NUM_THREADS", threads, false));
     XP_TRY(set_variable("CUDA_VISIBLE_DEVICES", "", false));
+    /* Before it ends after a crash, SGLang would wait 65 s for dumps of a GPU that is not there. */
+    XP_TRY(set_variable("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0", false));
+    XP_TRY(set_variable("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0", false));
     if (ranks == 1)
         return XP_OK;
     XP_TRY(bind_ranks(config, rank_atn, ranks));

@@ -257,6 +257,12 @@ static xp_status_t prepare(const config_t *config, const config_overrides_t *ove
     setenv("HF_HUB_OFFLINE", "1", 0);
     setenv("TRANSFORMERS_OFFLINE", "1", 0);
     XP_TRY(check_python(model, python));
+    /* Checked here: whoever answers there already would be taken for this Instance. */
+    if (port && !port_is_free(port))
+        return xp_fail(XP_INVALID,
+                       "models[%s].port: %u is in use by another program; choose another one, or 0 "
+                       "for any",
+                       model->id, port);
     if (!port)
         XP_TRY(choose_port(&port));
     XP_TRY(planner_make(config, 1, &planned));

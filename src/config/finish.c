@@ -211,6 +211,10 @@ static void check_model_others(config_resolver_t *resolver, uint32_t index)
     const config_slot_t *id = slot_of(slots, "models[].id");
     const config_slot_t *port = slot_of(slots, "models[].port");
     bool id_reported = false, port_reported = false;
+    if (usable(id) && model->id[0] == '-')
+        config_issue_add(&resolver->issues, id->node, false,
+                         "models[%u].id: \"%s\" begins with '-' and would be taken for an option",
+                         index, model->id);
     for (uint32_t i = 0; i < index; i++) {
         const config_model_t *other = &resolver->config->models[i];
         if (!id_reported && usable(id) && strcmp(model->id, other->id) == 0) {
@@ -385,6 +389,31 @@ static void finish_devices(config_resolver_t *resolver)
     }
 }
 
+/* The port of "HOST:PORT", 0 when it is any. */
+static uint32_t port_of(const char *address)
+{
+    const char *colon = strrchr(address, ':');
+    return colon ? (uint32_t)strtoul(colon + 1, NULL, 10) : 0;
+}
+
+/* An Instance listens on the loopback address, where the two others do as well or on every one. */
+static void check_model_ports(config_resolver_t *resolver)
+{
+    const config_t *config = resolver->config;
+    const struct {
+        const char *key, *address;
+    } others[] = {{"daemon.http", config->daemon.http}, {"gateway.http", config->gateway.http}};
+    for (uint32_t i = 0; i < config->model_count; i++) {
+        const config_slot_t *port = slot_of(resolver->record->models[i], "models[].port");
+        for (uint32_t k = 0; k < sizeof(others) / sizeof(others[0]); k++)
+            if (usable(port) && config->models[i].port &&
+                config->models[i].port == port_of(others[k].address))
+                config_issue_add(&resolver->issues, port->node, false,
+                                 "models[%u].port: %u is the port of %s too", i,
+                                 config->models[i].port, others[k].key);
+    }
+}
+
 static void check_addresses(config_resolver_t *resolver)
 {
     const config_t *config = resolver->config;
@@ -396,6 +425,7 @@ static void check_addresses(config_resolver_t *resolver)
         strcmp(config->daemon.http, config->gateway.http) == 0 && port && atoi(port + 1) != 0)
         config_issue_add(&resolver->issues, gateway->node ? gateway->node : daemon->node, false,
                          "gateway.http: %s is daemon.http too", config->gateway.http);
+    check_model_ports(resolver);
 }
 
 void config_finish(config_resolver_t *resolver)

@@ -9,7 +9,7 @@ from collections import namedtuple
 
 from xpool.config import XpoolConfig
 from xpool.native import XpoolError
-from xpool.sglang import adapters, interrupt, patch
+from xpool.sglang import adapters, interrupt, patch, tokens
 
 # (argument, allowed values, why another one is refused)
 _FFN = "the FFN is computed by the FfnAgents"
@@ -146,6 +146,7 @@ def _check(original, arguments):
         # Nothing is spawned yet: an ordinary end of the program, with the reason.
         raise SystemExit(f"xpool: {error}") from None
     interrupt.hook()  # SGLang's engine is imported by now; no sooner, see plugin.py
+    tokens.hook()
     return original(arguments)
 
 
