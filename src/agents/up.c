@@ -366,6 +366,22 @@ static void check_start(up_t *up, uint64_t started_ns)
     begin_force(up, UP_GRACE_NS);
 }
 
+/* Kills what has not ended by itself. An engine whose main process has ended did: only what that
+ * left behind is to go, and reap() sees to it. */
+static void force(up_t *up)
+{
+    for (uint32_t i = 0; i < up->count; i++) {
+        const up_child_t *child = &up->children[i];
+        if (!child->pid || child->gone_ns)
+            continue;
+        xp_log_err("%s %s (pid %d) did not end by itself: killed", child_role(child), child->name,
+                   (int)child->pid);
+        up->exit_code = 1;
+        up->killed = true;
+        kill(child->pid, SIGKILL);
+    }
+}
+
 static void on_stop_signal(up_t *up, int signal_number)
 {
     if (up->interrupted) {
@@ -422,15 +438,7 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
         reap(up);
         uint64_t now = xp_monotonic_ns();
         if (up->kill_at_ns && now >= up->kill_at_ns && alive(up)) {
-            for (uint32_t i = 0; i < up->count; i++)
-                if (up->children[i].pid) {
-                    xp_log_err("%s %s (pid %d) did not end by itself: killed",
-                               child_role(&up->children[i]), up->children[i].name,
-                               (int)up->children[i].pid);
-                    up->exit_code = 1;
-                }
-            up->killed = true;
-            signal_all(up, SIGKILL);
+            force(up);
             up->kill_at_ns = now + XP_NS_PER_S;
         }
         if (!up->ready && !up->stopping && !up->failed && now >= next_check_ns) {

@@ -186,6 +186,8 @@ def what_the_user_set_stays():
         env = report("--config", config, env=clean(**own))["env"]
         harness.check(env["SGLANG_PLUGINS"] == "mine,other,xpool", env["SGLANG_PLUGINS"])
         harness.check(env["PYTHONPATH"].endswith("/somewhere:/else"), env["PYTHONPATH"])
+        blank = report("--config", config, env=clean(SGLANG_PLUGINS=" xpool , mine"))["env"]["SGLANG_PLUGINS"]
+        harness.check(blank == " xpool , mine", blank)
         for name in own.keys() - {"SGLANG_PLUGINS", "PYTHONPATH"}:
             harness.check(env[name] == own[name], f"{name} was changed to {env[name]!r}")
         # exec within exec adds nothing a second time.

@@ -7,6 +7,7 @@ usage: family.py FAMILY
 - The same greedy tokens in every case of the probe: lengths 1 to 300, a batch, prefix reuse, chunked
   prefill, a stream; and the AtnAgent and FfnAgent counted every layer of every step.
 - A client that disconnects frees its request; the prefix cache can be flushed.
+- A token id outside the vocabulary is a 400, no more.
 - With the FFN's output zeroed fewer than a fifth of the tokens stay.
 - The FFN is not in Python: no SGLang process maps the checkpoint or holds FFN weights in its memory; torch's
   profiler sees nothing but an allocation inside the shim; one weight changed in the FfnAgent changes the
@@ -85,6 +86,19 @@ def abort_and_flush(system, truth, vocab):
     answer = system.generate_full(ID, prompt, probe.NEW_TOKENS)
     check(answer["meta_info"]["cached_tokens"] == 0, "the prefix cache is not empty after the flush")
     check(answer["output_ids"] == truth["prefix-first"]["tokens"], "other tokens after the flush")
+
+
+def ids_outside_the_vocabulary(system, truth, vocab):
+    """One wrong request is its sender's mistake, not the end of the server."""
+    for ids in ([vocab], [99999999], [-1], [1, 2, vocab]):
+        system.post("/v1/completions", {"model": ID, "prompt": ids, "max_tokens": 4}, expect=400)
+        system.post("/generate", {"model": ID, "input_ids": ids, "sampling_params": {"max_new_tokens": 4}}, expect=400)
+    system.post(
+        "/generate",
+        {"model": ID, "input_ids": [[1, 2, 3], [vocab]], "sampling_params": {"max_new_tokens": 4}},
+        expect=400,
+    )
+    expect_tokens(tokens(system, vocab, SOME[:1]), truth, "requests with ids outside the vocabulary")
 
 
 def zeroed(system, truth, vocab):
@@ -230,6 +244,7 @@ def check_family(family):
         steps = {
             "tokens": lambda: same_tokens(system, truth, vocab),
             "abort and flush": lambda: abort_and_flush(system, truth, vocab),
+            "ids outside the vocabulary": lambda: ids_outside_the_vocabulary(system, truth, vocab),
             "the FFN is not in Python": lambda: not_in_python(system, path),
             "profile": lambda: profiled(system, vocab),
             "changed weight": lambda: changed_weight(system, truth, vocab, path),

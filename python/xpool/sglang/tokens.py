@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Token ids from outside are those of the vocabulary.
+"""A prompt that cannot be served is its sender's mistake, and leaves nothing behind.
 
-SGLang takes any number as a token id of a prompt, and its scheduler falls over one that the embedding
-does not have: one request would end the server, and on a GPU the FFN would be fed with nonsense.
+SGLang takes any number as a token id, and its scheduler falls over one that the embedding does not
+have: one request would end the server, and on a GPU the FFN would be fed with nonsense. And it keeps
+the state of a request that it has refused, for which an ordered end then waits for ever.
 """
+
+from contextlib import aclosing
 
 from xpool.sglang import patch
 
@@ -16,5 +19,19 @@ def _validate(original, manager, request, input_ids, *arguments, **options):
     return original(manager, request, input_ids, *arguments, **options)
 
 
+async def _generate(original, manager, request, *arguments, **options):
+    try:
+        async with aclosing(original(manager, request, *arguments, **options)) as answers:
+            async for answer in answers:
+                yield answer
+    except ValueError:
+        ids = request.rid if isinstance(request.rid, list) else [request.rid]
+        for one in ids:
+            manager.rid_to_state.pop(one, None)
+        raise
+
+
 def hook():
-    patch.around("sglang.srt.managers.tokenizer_manager", "TokenizerManager._validate_one_request", _validate)
+    manager = ("sglang.srt.managers.tokenizer_manager", "TokenizerManager")
+    patch.around(manager[0], f"{manager[1]}._validate_one_request", _validate)
+    patch.around(manager[0], f"{manager[1]}.generate_request", _generate)

@@ -195,6 +195,12 @@ static const mistake_t mistakes[] = {
      "path or file:// (file:// must name a path of this host, as file:///srv/x)"},
     {TEST_MODEL "port = 9\n[[models]]\nid = 'b'\npath = 'qwen3-moe'\nport = 9\n", NULL,
      "f.toml:8:8: models[1].port: 9 is the port of models[0] too"},
+    {TEST_MODEL "port = 8000\n", NULL,
+     "f.toml:4:8: models[0].port: 8000 is the port of gateway.http too"},
+    {TEST_MODEL "port = 8200\n", NULL,
+     "f.toml:4:8: models[0].port: 8200 is the port of daemon.http too"},
+    {"[[models]]\nid = '--help'\npath = 'qwen3-moe'\n", NULL,
+     "f.toml:2:6: models[0].id: \"--help\" begins with '-' and would be taken for an option"},
     {TEST_MODEL "attention_tp = 2\n", NULL,
      "f.toml:4:16: models[0].attention_tp: attention_tp x attention_dp is 2, but atn.devices has "
      "1"},
