@@ -25,7 +25,7 @@
 #include "ffn/cuda/route.cuh"
 #include "ffn/cuda/decode_shape.h"
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 
 // What a layer's execution needs, in shared memory; written by thread 0 between two block barriers.
 struct decode_call_t {

@@ -3,7 +3,7 @@
 """SGLang alone gives the same tokens whatever its attention's layout: tensor parallel over two ranks, data
 parallel over two ranks. So a difference under CrossPool is CrossPool's.
 
-usage: test_layouts.py [FAMILY LAYOUT]
+usage: layouts.py [FAMILY LAYOUT]     (two minutes; not in the test command)
 """
 
 import sys
