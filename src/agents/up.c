@@ -230,8 +230,9 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
         begin_force(up, UP_GRACE_NS);
         return;
     }
-    /* An exit code of 0 is no fault once all ran; before that the start waits for somebody gone. */
-    if (clean && (up->ready || up->stopping || up->failed || daemon_is_stopping(up)))
+    /* An exit code of 0 is no fault, but for a model that the start still waits for. */
+    if (clean && (child->role != xpw_Role_ROLE_INSTANCE || up->ready || up->stopping ||
+                  up->failed || daemon_is_stopping(up)))
         return;
     if (up->stopping || up->failed || daemon_is_stopping(up)) {
         if (own_end && !up->failed)

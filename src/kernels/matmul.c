@@ -36,8 +36,13 @@ static const float *matmul_row(const matmul_input_t *input, uint32_t row)
 
 /* Out of line on purpose: where the compiler knows that a row is short it copies with string
  * instructions, whose start costs more than such a row. */
-static __attribute__((noinline, noclone)) void matmul_copy(float *to, const float *from,
-                                                           size_t bytes)
+#ifdef __clang__
+__attribute__((noinline))
+#else
+__attribute__((noinline, noclone))
+#endif
+static void
+matmul_copy(float *to, const float *from, size_t bytes)
 {
     memcpy(to, from, bytes);
 }

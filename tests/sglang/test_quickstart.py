@@ -15,7 +15,7 @@ import sys
 import threading
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "e2e"))
-from harness import ROOT, SLOW, Failed, check, free_port, process_table  # noqa: E402
+from harness import ROOT, SLOW, Failed, check, free_port, process_table, wait_until  # noqa: E402
 
 PAGE = ROOT / "docs" / "quickstart.md"
 LIMIT_S = 420 * SLOW
@@ -43,6 +43,7 @@ def session_processes(session):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     steps = commands(PAGE.read_text())
     check(len(steps) > 15, f"{PAGE} has {len(steps)} commands")
     # The page's ports may be taken on this machine; nothing else of it is changed.
@@ -75,8 +76,7 @@ def main():
         check('"text"' in answer and '"completion_tokens":24' in answer.replace(" ", ""), f"no completion: {answer}")
         shell.stdin.close()
         check(shell.wait(30) == 0, "the shell ended with an error")
-        left = session_processes(shell.pid)
-        check(not left, f"processes are left: {left}")
+        wait_until(lambda: not session_processes(shell.pid), 5, "no process of the page is left")
     finally:
         limit.cancel()
         kill_session(shell.pid)
@@ -86,7 +86,8 @@ def main():
 
 def run(shell, step):
     """Types `step` into the shell; its exit code and output."""
-    shell.stdin.write(f"{step}\necho {DONE} $?\n")
+    # What a command prints may not end its line.
+    shell.stdin.write(f"{step}\nprintf '\\n%s %s\\n' {DONE} $?\n")
     shell.stdin.flush()
     lines = []
     for line in shell.stdout:
