@@ -193,16 +193,30 @@ static void report_failure(up_t *up, const up_child_t *child, const char *how)
     client_ask(up->config, "up", &report, xpw_Envelope_failure_tag, 300 * XP_NS_PER_MS, &answer);
 }
 
-/* An ordered end that somebody else asked for (`xpool down`): the daemon judges it, not we. */
-static bool daemon_is_stopping(up_t *up)
+/* An ordered end that somebody else asked for (`xpool down`): the daemon judges it, not we. Returns
+ * whether the daemon answered. */
+static bool ask_stopping(up_t *up)
 {
     xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
     if (client_ask(up->config, "up", &question, xpw_Envelope_verdict_tag, 300 * XP_NS_PER_MS,
-                   &answer) == XP_OK)
-        up->stopping = strcmp(answer.body.verdict.state, "QUIESCING") == 0 ||
-                       strcmp(answer.body.verdict.state, "DRAINING") == 0 ||
-                       strcmp(answer.body.verdict.state, "FINALIZING") == 0;
+                   &answer) != XP_OK)
+        return false;
+    const char *state = answer.body.verdict.state;
+    up->stopping = strcmp(state, "QUIESCING") == 0 || strcmp(state, "DRAINING") == 0 ||
+                   strcmp(state, "FINALIZING") == 0 || strcmp(state, "STOPPED") == 0;
+    return true;
+}
+
+static bool daemon_is_stopping(up_t *up)
+{
+    ask_stopping(up);
     return up->stopping;
+}
+
+/* The daemon is there, and nobody asked it to end. */
+static bool daemon_goes_on(up_t *up)
+{
+    return ask_stopping(up) && !up->stopping;
 }
 
 static void child_ended(up_t *up, up_child_t *child, int wait_status)
@@ -232,7 +246,7 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
     }
     /* An exit code of 0 is no fault, but for a model that the start still waits for. */
     if (clean && (child->role != xpw_Role_ROLE_INSTANCE || up->ready || up->stopping ||
-                  up->failed || daemon_is_stopping(up)))
+                  up->failed || !daemon_goes_on(up)))
         return;
     if (up->stopping || up->failed || daemon_is_stopping(up)) {
         if (own_end && !up->failed)
