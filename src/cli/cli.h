@@ -12,10 +12,9 @@
 
 #include "config/config.h"
 
-#define CLI_EXIT_OK        0
-#define CLI_EXIT_FAILED    1
-#define CLI_EXIT_USAGE     2
-#define CLI_EXIT_NOT_FOUND 127 /* exec without a command */
+#define CLI_EXIT_OK     0
+#define CLI_EXIT_FAILED 1
+#define CLI_EXIT_USAGE  2
 
 /* Options every command that reads a configuration takes: --config FILE, --set KEY=VALUE
  * (repeatable), and --<registry key> VALUE for keys that allow the command line. Consumes those it

@@ -183,7 +183,7 @@ int cmd_exec(int argc, char **argv)
         code = CLI_EXIT_USAGE;
     } else if (argc < 3) {
         fprintf(stderr, "xpool exec: there is no command behind --\n");
-        code = CLI_EXIT_NOT_FOUND;
+        code = AGENTS_EXIT_NOT_FOUND;
     } else {
         code = exec_run(config, &overrides, model, argv + 2);
     }

@@ -344,8 +344,3 @@ int participant_exit_code(const participant_t *self)
 {
     return self->exit_code;
 }
-
-bool participant_ending(const participant_t *self)
-{
-    return self->ending;
-}

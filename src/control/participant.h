@@ -64,7 +64,6 @@ void participant_bye(participant_t *participant, const char *reason);
 /* Ends the event loop with this exit code, without a word. */
 void participant_end(participant_t *participant, int exit_code);
 int participant_exit_code(const participant_t *participant);
-bool participant_ending(const participant_t *participant);
 
 /* For a child of `xpool up`: dies with its parent. Called first thing by every role. */
 void participant_bind_to_parent(void);

@@ -42,7 +42,7 @@ struct fabric_ffn {
     observe_t *observe; /* NULL: nobody looks */
     fabric_describe_t describe;
     uint32_t index; /* of this FfnAgent */
-    transport_waiter_t waiter;
+    transport_waiter_t waiter, helper_waiter;
     fabric_coordinator_t *coordinator; /* first FfnAgent only */
     pthread_mutex_t coordinator_lock;
     bool has_helper;
@@ -68,6 +68,8 @@ xp_status_t fabric_ffn_create(fabric_t *fabric, xp_clock_t clock, fabric_execute
     ffn->index = fabric->pe - plan->atn_count;
     pthread_mutex_init(&ffn->coordinator_lock, NULL);
     transport_waiter_init(&ffn->waiter, plan->spin_ns);
+    /* Here, not in the helper's thread: it allocates. */
+    transport_waiter_init(&ffn->helper_waiter, 0);
     if (fabric->pe == fabric_coordinator_pe(plan)) {
         xp_status_t status = fabric_coordinator_create(fabric, clock, &ffn->coordinator);
         if (status != XP_OK) {
@@ -120,8 +122,6 @@ static void *helper_main(void *context)
 {
     fabric_ffn_t *ffn = context;
     const fabric_provider_ops_t *ops = ffn->fabric->provider->ops;
-    transport_waiter_t waiter;
-    transport_waiter_init(&waiter, 0);
     while (!PROTOCOL_LOAD_ACQUIRE(&ffn->helper_stop)) {
         uint32_t word = PROTOCOL_LOAD_ACQUIRE(&ffn->helper_word);
         if (!(word & 1)) {
@@ -130,7 +130,8 @@ static void *helper_main(void *context)
         }
         uint32_t seen = ops->observe(ffn->fabric->provider);
         if (fabric_has_failed(ffn->fabric) || ffn_step_coordinator(ffn) != XP_OK)
-            ops->wait(ffn->fabric->provider, &waiter, seen, xp_monotonic_ns() + FABRIC_TICK_NS);
+            ops->wait(ffn->fabric->provider, &ffn->helper_waiter, seen,
+                      xp_monotonic_ns() + FABRIC_TICK_NS);
     }
     return NULL;
 }

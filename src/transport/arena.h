@@ -9,6 +9,11 @@
 /* Bounds of a geometry; `status` is what to fail with (XP_INVALID for a caller's, XP_PEER else). */
 xp_status_t transport_geometry_check(const transport_geometry_t *geometry, xp_status_t status);
 
+/* A caller's tensor fits the geometry but for its rows: dtype, rank, width, contiguity. `what`
+ * names it in the error (XP_INVALID). */
+xp_status_t transport_tensor_check(const transport_geometry_t *geometry,
+                                   const transport_tensor_t *tensor, const char *what);
+
 static inline uint64_t transport_row_bytes(const transport_geometry_t *geometry)
 {
     return xp_dtype_row_bytes(geometry->dtype, geometry->hidden);

@@ -121,23 +121,10 @@ static xp_status_t client_check_tensor(const transport_client_t *client,
                                        const transport_tensor_t *tensor, uint32_t rows,
                                        const char *what)
 {
-    const transport_geometry_t *geometry = &client->geometry;
-    if (!tensor)
-        return xp_fail(XP_INVALID, "no %s tensor", what);
-    if (tensor->dtype != geometry->dtype)
-        return xp_fail(XP_INVALID, "%s tensor has dtype %s, the arena %s", what,
-                       xp_dtype_name(tensor->dtype), xp_dtype_name(geometry->dtype));
-    if (tensor->rank != 2)
-        return xp_fail(XP_INVALID, "%s tensor has rank %u, not 2", what, tensor->rank);
-    if (tensor->width != geometry->hidden)
-        return xp_fail(XP_INVALID, "%s tensor has width %llu, the arena %u", what,
-                       (unsigned long long)tensor->width, geometry->hidden);
+    XP_TRY(transport_tensor_check(&client->geometry, tensor, what));
     if (tensor->rows != rows)
         return xp_fail(XP_INVALID, "%s tensor has %llu rows, the request %u", what,
                        (unsigned long long)tensor->rows, rows);
-    if (tensor->row_stride != tensor->width)
-        return xp_fail(XP_INVALID, "%s tensor is not contiguous: row stride %llu, width %llu", what,
-                       (unsigned long long)tensor->row_stride, (unsigned long long)tensor->width);
     if (!tensor->data && rows)
         return xp_fail(XP_INVALID, "%s tensor has no data", what);
     return XP_OK;

@@ -144,23 +144,10 @@ xp_status_t transport_cuda_client_live_write(transport_cuda_client_t *client,
 static xp_status_t client_check_tensor(const transport_cuda_client_t *client,
                                        const transport_tensor_t *tensor, const char *what)
 {
-    const transport_geometry_t *geometry = &client->geometry;
-    if (!tensor)
-        return xp_fail(XP_INVALID, "no %s tensor", what);
-    if (tensor->dtype != geometry->dtype)
-        return xp_fail(XP_INVALID, "%s tensor has dtype %s, the arena %s", what,
-                       xp_dtype_name(tensor->dtype), xp_dtype_name(geometry->dtype));
-    if (tensor->rank != 2)
-        return xp_fail(XP_INVALID, "%s tensor has rank %u, not 2", what, tensor->rank);
-    if (tensor->width != geometry->hidden)
-        return xp_fail(XP_INVALID, "%s tensor has width %llu, the arena %u", what,
-                       (unsigned long long)tensor->width, geometry->hidden);
-    if (tensor->rows > geometry->max_rows)
+    XP_TRY(transport_tensor_check(&client->geometry, tensor, what));
+    if (tensor->rows > client->geometry.max_rows)
         return xp_fail(XP_INVALID, "%s tensor has %llu rows, the arena holds %u", what,
-                       (unsigned long long)tensor->rows, geometry->max_rows);
-    if (tensor->row_stride != tensor->width)
-        return xp_fail(XP_INVALID, "%s tensor is not contiguous: row stride %llu, width %llu", what,
-                       (unsigned long long)tensor->row_stride, (unsigned long long)tensor->width);
+                       (unsigned long long)tensor->rows, client->geometry.max_rows);
     if ((!tensor->data && tensor->rows) || (uintptr_t)tensor->data % 2)
         return xp_fail(XP_INVALID, "%s tensor has no data, or data off its elements", what);
     return XP_OK;

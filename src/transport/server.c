@@ -26,6 +26,25 @@ struct transport_server {
     uint64_t answered; /* our own count of responses */
 };
 
+xp_status_t transport_tensor_check(const transport_geometry_t *geometry,
+                                   const transport_tensor_t *tensor, const char *what)
+{
+    if (!tensor)
+        return xp_fail(XP_INVALID, "no %s tensor", what);
+    if (tensor->dtype != geometry->dtype)
+        return xp_fail(XP_INVALID, "%s tensor has dtype %s, the arena %s", what,
+                       xp_dtype_name(tensor->dtype), xp_dtype_name(geometry->dtype));
+    if (tensor->rank != 2)
+        return xp_fail(XP_INVALID, "%s tensor has rank %u, not 2", what, tensor->rank);
+    if (tensor->width != geometry->hidden)
+        return xp_fail(XP_INVALID, "%s tensor has width %llu, the arena %u", what,
+                       (unsigned long long)tensor->width, geometry->hidden);
+    if (tensor->row_stride != tensor->width)
+        return xp_fail(XP_INVALID, "%s tensor is not contiguous: row stride %llu, width %llu", what,
+                       (unsigned long long)tensor->row_stride, (unsigned long long)tensor->width);
+    return XP_OK;
+}
+
 xp_status_t transport_geometry_check(const transport_geometry_t *geometry, xp_status_t status)
 {
     if (!geometry)

@@ -24,6 +24,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 XPOOL = pathlib.Path(os.environ.get("XPOOL_BIN", ROOT / "build" / "bin" / "xpool"))
 TALES = ROOT / "models" / "tales" / "qwen3-moe"
 SMOLLM = ROOT / ".xpool-cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+# For tests that write a configuration without a System.
+TWO_DEVICES = """\
+[atn]
+devices = ["cpu:0"]
+[ffn]
+devices = ["cpu:1"]
+[devices."cpu:0"]
+threads = 1
+memory = "1GiB"
+[devices."cpu:1"]
+threads = 1
+memory = "1GiB"
+"""
 # Sanitizer builds and loaded machines: every limit below is multiplied by this.
 SLOW = float(os.environ.get("XPOOL_SLOW", "1"))
 SKIPPED = 77

@@ -13,23 +13,13 @@ import sys
 import tempfile
 import zipfile
 
-from harness import ROOT, SKIPPED, TALES, Failed, check
+from harness import ROOT, SKIPPED, TALES, TWO_DEVICES, Failed, check
 
 VENV = ROOT / ".xpool-cache" / "venv-test" / "bin" / "python"
 CONFIG = """
 [daemon]
 socket = "{folder}/daemon.sock"
-[atn]
-devices = ["cpu:0"]
-[ffn]
-devices = ["cpu:1"]
-[devices."cpu:0"]
-threads = 1
-memory = "1GiB"
-[devices."cpu:1"]
-threads = 1
-memory = "1GiB"
-[[models]]
+{devices}[[models]]
 id = "tale"
 path = "{model}"
 engine = "sglang"
@@ -104,7 +94,7 @@ def works_installed(wheel, folder):
     place = folder / "site"
     pip("install", "--no-deps", "--no-index", "--target", place, wheel)
     config = folder / "xpool.toml"
-    config.write_text(CONFIG.format(folder=folder, model=TALES))
+    config.write_text(CONFIG.format(folder=folder, devices=TWO_DEVICES, model=TALES))
     environment = {k: v for k, v in os.environ.items() if k not in ("XPOOL_CONFIG", "XPOOL_MODEL_ID")}
     environment["PYTHONPATH"] = str(place)
     said = json.loads(run(VENV, "-c", PROGRAM, config, env=environment, cwd=folder))

@@ -18,7 +18,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "e2e"))
-from harness import SLOW, TALES, XPOOL, Failed, check, free_port, wait_until  # noqa: E402
+from harness import SLOW, TALES, TWO_DEVICES, XPOOL, Failed, check, free_port, wait_until  # noqa: E402
 from server import ARGUMENTS, PYTHON  # noqa: E402
 
 SECONDS = 300  # imports of SGLang, on a loaded machine
@@ -27,17 +27,7 @@ CONFIG = """
 socket = "{folder}/daemon.sock"
 [deadlines]
 registration = {registration}
-[atn]
-devices = ["cpu:0"]
-[ffn]
-devices = ["cpu:1"]
-[devices."cpu:0"]
-threads = 1
-memory = "1GiB"
-[devices."cpu:1"]
-threads = 1
-memory = "1GiB"
-[[models]]
+{devices}[[models]]
 id = "tale"
 path = "{model}"
 engine = "sglang"
@@ -69,7 +59,7 @@ class Scene:
         log = self.folder / "server.log"
         registration = 40 if daemon else 5
         self.config.write_text(
-            CONFIG.format(folder=self.folder, model=TALES, registration=registration)
+            CONFIG.format(folder=self.folder, devices=TWO_DEVICES, model=TALES, registration=registration)
         )
         command = [
             *[str(XPOOL), "exec", "--config", str(self.config), "--model", "tale", "--"],
