@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#include "transport/protocol_atomics.h"
+#include "base/protocol_atomics.h"
 
 #define MAILBOX_MAGIC        0x31544d58u /* "XMT1" */
 #define MAILBOX_ABI          1u

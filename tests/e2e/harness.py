@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -53,10 +54,20 @@ def check(condition, text):
         raise Failed(text)
 
 
+# Below the ports that Linux gives to connections (from 32768), so that none of those takes it
+# meanwhile; SGLang takes no port above 55535, since it wants the one 10000 above too.
+FREE_PORTS = range(20000, 32000)
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    for port in random.sample(FREE_PORTS, 200):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise Failed(f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[-1]}")
 
 
 def wait_until(condition, seconds, what, interval=0.02):

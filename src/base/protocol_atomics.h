@@ -7,8 +7,8 @@
  * follows; in CUDA they are cuda::atomic_ref of system scope. There are no bare fences: every order
  * belongs to an operation on a named word.
  */
-#ifndef XPOOL_TRANSPORT_PROTOCOL_ATOMICS_H
-#define XPOOL_TRANSPORT_PROTOCOL_ATOMICS_H
+#ifndef XPOOL_BASE_PROTOCOL_ATOMICS_H
+#define XPOOL_BASE_PROTOCOL_ATOMICS_H
 
 #ifdef __CUDACC__
 #include <cuda/atomic>
