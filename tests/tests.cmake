@@ -22,6 +22,7 @@ endfunction()
 xpool_tool(engine_forward tests/tools/engine_forward.c xpool_engine xpool_ffn)
 xpool_tool(bench_hop benches/bench_hop.c xpool_fabric)
 xpool_tool(bench_kernels benches/bench_kernels.c xpool_kernels)
+xpool_tool(bench_kv benches/bench_kv.c xpool_engine xpool_kv)
 xpool_tool(bench_shim benches/bench_shim.c xpool_library xpool_ffn)
 
 include(${CMAKE_SOURCE_DIR}/tests/cuda/tests.cmake OPTIONAL)

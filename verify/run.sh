@@ -68,4 +68,9 @@ clean slot
 for bug in BUG_NO_TURN BUG_UNMAP_AT_TIMEOUT BUG_KEEP_AFTER_DETACH; do
     planted slot $bug
 done
+clean stage
+for bug in BUG_LINE_FIRST BUG_READY_FIRST BUG_ANY_WORD BUG_DETACH_RUNNING BUG_ATTACH_EARLY \
+    BUG_KEEP_WORDS BUG_ONE_RANK; do
+    planted stage $bug
+done
 echo "verify: all models hold and every planted mistake was found"

@@ -8,8 +8,11 @@
  *
  *   xpool_config_open          the same configuration as the daemon's
  *   xpool_rank_open            registers with the daemon: workload, Transport arena
+ *   xpool_kv_open              the KV Cache's address range, where the plan's is elastic
  *   xpool_rank_wait_executable FFN weights are in place, the arena is attached
- *   xpool_rank_ffn             any number of calls, from one thread at a time
+ *   xpool_rank_ffn             any number of calls, from one thread at a time; on a GPU they are
+ *                              queued on the caller's stream, xpool_rank_live says which rows count
+ *                              when a captured graph is replayed, xpool_rank_finish how they ended
  *   xpool_rank_serving         past the initialisation barrier: the model counts as served
  *   xpool_rank_close           says goodbye, gives the arena back
  *
@@ -92,6 +95,9 @@ typedef struct xpool_model_info {
     uint32_t max_rows;    /* rows of one xpool_rank_ffn call, at most */
     uint32_t max_context; /* tokens one request may have */
     uint32_t kv_tokens;   /* KV Cache capacity of each rank */
+    /* models[].slo, or scheduler.slo; 0: none */
+    double slo_ttft_ms, slo_tbt_ms;
+    char device[32]; /* attention device of rank 0: "cpu:0", "cuda:1" */
 } xpool_model_info_t;
 /* Reads the checkpoints' headers and plans; seconds at most. */
 XPOOL_API xpool_status_t xpool_config_model_info(const xpool_config_t *config, const char *model_id,
@@ -130,6 +136,9 @@ typedef struct xpool_rank_options {
      * xpool_rank_close(). */
     void (*on_end)(void *context, uint32_t end, uint32_t seconds, const char *text);
     void *context;
+    /* Where the plan puts this rank on a GPU: its ordinal in this process. Tensors are then device
+     * pointers, in the device's primary context (what the CUDA runtime and torch use). */
+    uint32_t device;
 } xpool_rank_options_t;
 
 /* Registers and waits until the daemon has admitted the rank (deadlines.registration). */
@@ -165,10 +174,36 @@ typedef struct xpool_ffn_call {
     const uint32_t *dp_rows;  /* rows of every attention DP rank; NULL when attention_dp is 1 */
     const void *input;        /* rows x hidden, contiguous; may be NULL when rows is 0 */
     void *output;             /* rows x hidden, contiguous; may be `input` itself */
+    /* On a GPU. */
+    void *stream;            /* the caller's stream, a cudaStream_t; NULL: the legacy default one */
+    uint32_t live_on_device; /* 1: the rows that count are those of the last xpool_rank_live, and
+                              * `rows` is how many the tensors have; 0: all of them count. While the
+                              * stream captures, 1 is taken */
 } xpool_ffn_call_t;
-/* The FFN of one layer. Blocks until the answer is in `output`; ends by itself when the submission
- * deadline passes (XPOOL_TIMEOUT), the rank is closed or the Generation fails. */
+/* The FFN of one layer. On a CPU: blocks until the answer is in `output`; ends by itself when the
+ * submission deadline passes (XPOOL_TIMEOUT), the rank is closed or the Generation fails. On a GPU:
+ * queued on `stream`, also while that captures, and returns at once; what then goes wrong poisons
+ * the outputs of the pass, is told by xpool_rank_finish() and, within a second, by on_end. */
 XPOOL_API xpool_status_t xpool_rank_ffn(xpool_rank_t *rank, const xpool_ffn_call_t *call);
+
+typedef struct xpool_live {
+    uint32_t struct_bytes;
+    uint32_t rows;            /* of this rank; the first ones of the tensors */
+    uint32_t step;            /* xpool_step_t */
+    uint64_t slo_deadline_ns; /* CLOCK_MONOTONIC; 0 = none */
+    const uint32_t *dp_rows;  /* as in xpool_ffn_call_t */
+    void *stream;             /* written in its order, before what is queued or replayed next */
+} xpool_live_t;
+/* GPU: writes the record of live rows. A captured graph has the shapes that it was captured with;
+ * rows past the live ones are padding, which must not travel (they would be sent to experts).
+ * `live` NULL: writes nothing. `record_out` may be NULL; gets the record's device address, for
+ * engines that write it themselves: uint32 rows, uint32 step, uint64 slo_deadline_ns, uint32
+ * dp_rows[8]. */
+XPOOL_API xpool_status_t xpool_rank_live(xpool_rank_t *rank, const xpool_live_t *live,
+                                         uint64_t *record_out);
+/* GPU: how the calls ended that have run so far, to be asked when their stream is idle. XPOOL_OK:
+ * all outputs are right; XPOOL_RETRY: the device did not tell within `timeout_seconds`. */
+XPOOL_API xpool_status_t xpool_rank_finish(xpool_rank_t *rank, double timeout_seconds);
 
 typedef struct xpool_rank_state {
     uint32_t struct_bytes;
@@ -180,6 +215,97 @@ typedef struct xpool_rank_state {
     char failure[512];    /* why, when it ended by failure */
 } xpool_rank_state_t;
 XPOOL_API void xpool_rank_state(const xpool_rank_t *rank, xpool_rank_state_t *state_out);
+
+/* ---- elastic KV Cache ------------------------------------------------------------------- */
+/*
+ * The KV Cache of a rank lies in one address range whose addresses never change. A prefix of it,
+ * whole bundles of tokens, has memory; the daemon moves memory between the ranks of all models by
+ * commands, which the engine asks for between two of its scheduler's steps. Tokens are counted in
+ * slots: slot s begins at address + s * token_bytes, all layers of one token together, and may hold
+ * any token. Slots past the mapped ones may be read on the CPU, though nothing is there, and must
+ * never be written.
+ *
+ * Of the commands of a group, the tensor parallel ranks of one attention DP rank, every rank gets
+ * the same shrink at the same step. A grow is told to rank 0 of the group alone, once all ranks
+ * have the memory: it tells the others by its own means at which step to use it. Steps are the
+ * engine's count, the same on all ranks of a group, of which rank 0 is never behind another.
+ *
+ * One thread at a time uses a KV; it needs its rank, and is closed before it.
+ */
+typedef struct xpool_kv xpool_kv_t;
+
+typedef struct xpool_kv_options {
+    uint32_t struct_bytes;
+    uint64_t token_bytes; /* of one token here: every layer, K and V; refused if not the plan's */
+} xpool_kv_options_t;
+
+/* Reserves the range and maps what the daemon grants at the start: the floor. XPOOL_UNSUPPORTED:
+ * the daemon keeps no account of this rank's KV Cache; the engine makes one of its own, of
+ * xpool_model_info_t.kv_tokens at most. */
+XPOOL_API xpool_status_t xpool_kv_open(xpool_rank_t *rank, const xpool_kv_options_t *options,
+                                       xpool_kv_t **kv_out);
+XPOOL_API void xpool_kv_close(xpool_kv_t *kv); /* nobody uses the range any more; accepts NULL */
+
+typedef struct xpool_kv_info {
+    uint32_t struct_bytes;
+    uint32_t elastic; /* 0: no command will ever come */
+    uint32_t leader;  /* 1: rank 0 of its group, the one that reports */
+    void *address;
+    uint64_t reserved_bytes, token_bytes;
+    uint32_t bundle_tokens;                /* memory comes and goes in this unit */
+    uint32_t reserved_tokens;              /* slots of the range: a multiple of it */
+    uint32_t floor_tokens, ceiling_tokens; /* of now; `xpool kv set` changes them */
+    uint32_t mapped_tokens;
+    int32_t
+        bell; /* a descriptor that is readable after each command, -1: none; see xpool_kv_poll */
+} xpool_kv_info_t;
+XPOOL_API xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out);
+
+typedef enum xpool_kv_order {
+    XPOOL_KV_GROW =
+        1, /* slots below `tokens` have memory: xpool_kv_release(tokens), then use them */
+    XPOOL_KV_SHRINK = 2 /* use no free slot from `tokens` on, empty them, xpool_kv_release() */
+} xpool_kv_order_t;
+
+typedef struct xpool_kv_command {
+    uint32_t struct_bytes;
+    uint32_t order;  /* xpool_kv_order_t */
+    uint32_t tokens; /* slots, whole bundles; never 0 */
+    uint32_t trim;   /* 1: drop the whole prefix cache first */
+} xpool_kv_command_t;
+/* The command that is due at scheduler step `step`; XPOOL_RETRY when there is none, which costs one
+ * load. `least_tokens`: slots that all live requests need, were they moved together. Empties the
+ * bell. */
+XPOOL_API xpool_status_t xpool_kv_poll(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
+                                       xpool_kv_command_t *command_out);
+/* Answers a command: slots from `tokens` on, rounded up to whole bundles, are in nobody's use here,
+ * and their memory goes back. More slots than the command said are a beginning, after which fewer
+ * follow as soon as live requests have left them; the daemon waits for no request. */
+XPOOL_API xpool_status_t xpool_kv_release(xpool_kv_t *kv, uint32_t tokens);
+
+typedef enum xpool_kv_demand {
+    XPOOL_KV_NONE = 0,
+    XPOOL_KV_PREFILL = 1, /* a request that has not begun waits for room */
+    XPOOL_KV_DECODE = 2   /* live work cannot go on */
+} xpool_kv_demand_t;
+
+/* What the group needs and holds, in slots of one rank; times are CLOCK_MONOTONIC. */
+typedef struct xpool_kv_report {
+    uint32_t struct_bytes;
+    uint32_t demand;               /* xpool_kv_demand_t */
+    uint32_t demand_tokens;        /* slots needed in all, not in addition */
+    uint32_t live_tokens;          /* slots that live requests hold */
+    uint32_t cached_tokens;        /* slots that only the prefix cache holds */
+    uint32_t running, waiting;     /* requests; both 0: the group is idle */
+    uint64_t demand_deadline_ns;   /* UINT64_MAX: none */
+    uint64_t demand_since_ns;      /* since when it waits; names the demand */
+    uint64_t last_activity_ns;     /* last step with work */
+    uint64_t earliest_deadline_ns; /* of live work; UINT64_MAX: none */
+} xpool_kv_report_t;
+/* Replaces the last report; costs nothing when it says the same. Only rank 0's counts. */
+XPOOL_API xpool_status_t xpool_kv_report(xpool_kv_t *kv, const xpool_kv_report_t *report);
+/* 1: the daemon has said that the demand reported last cannot be met now. */
+XPOOL_API int xpool_kv_refused(const xpool_kv_t *kv);
 
 #ifdef __cplusplus
 }

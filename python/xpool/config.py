@@ -9,7 +9,7 @@ from xpool import native
 ModelInfo = namedtuple(
     "ModelInfo",
     "architecture engine hidden layers attention_tp attention_dp decode_rows prefill_rows"
-    " max_rows max_context kv_tokens",
+    " max_rows max_context kv_tokens slo_ttft_ms slo_tbt_ms device",
 )
 
 
@@ -49,7 +49,7 @@ class XpoolConfig:
             self._native.lib.xpool_config_model_info(self.handle, model_id.encode(), info)
         )
         values = {field: getattr(info, field) for field in ModelInfo._fields}
-        for field in ("architecture", "engine"):
+        for field in ("architecture", "engine", "device"):
             values[field] = self._native.string(values[field])
         return ModelInfo(**values)
 

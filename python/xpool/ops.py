@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: MIT
 """The torch operator `xpool::ffn_shim`: rows of hidden states in, the layer's FFN output out.
 
-    xpool.ops.ffn_shim(hidden_states, layer)   # rows x hidden, f32, f16 or bf16, in host memory
+    xpool.ops.ffn_shim(hidden_states, layer)   # rows x hidden, f32, f16 or bf16
 
 It allocates the output and calls libxpool; it computes nothing. `attach` says which Instance Rank
-answers. The fake implementation lets torch trace and capture the operator without a rank.
+answers. The fake implementation lets torch trace the operator without a rank.
+
+On a CUDA device (bf16 or f16) the call is queued on the current stream and returns at once, also while
+that stream captures a graph. Which rows count when a graph is replayed is what the rank's `live` wrote
+last before it, on the same stream.
 """
 
 import torch
@@ -35,9 +39,16 @@ def _refuse(text):
     raise RuntimeError(text)
 
 
-def _ffn_shim(hidden_states, layer):
+def _checked(hidden_states, device):
+    """The rows as the C call takes them; `device`: where the tensor is, as Rank.device says it."""
     if _rank is None:
         raise RuntimeError("xpool::ffn_shim: no Instance Rank is attached in this process")
+    own = getattr(_rank, "device", None)
+    if device != own:
+        _refuse(
+            f"xpool::ffn_shim: the tensor is on {hidden_states.device}, the Instance Rank on"
+            f" {'the CPU' if own is None else f'cuda:{own}'}"
+        )
     # The C call knows addresses and row counts only.
     if hidden_states.dim() != 2 or hidden_states.shape[1] != _rank.hidden:
         _refuse(
@@ -46,15 +57,10 @@ def _ffn_shim(hidden_states, layer):
         )
     if hidden_states.dtype not in _DTYPES:
         _refuse(f"xpool::ffn_shim takes float32, float16 or bfloat16, not {hidden_states.dtype}")
-    rows_in = hidden_states.contiguous()
-    output = torch.empty_like(rows_in)
-    status = _rank.ffn(
-        layer,
-        rows_in.shape[0],
-        _DTYPES[rows_in.dtype],
-        rows_in.data_ptr(),
-        output.data_ptr(),
-    )
+    return hidden_states.contiguous()
+
+
+def _answered(status, output):
     if status != _ranks.OK:
         error = _rank.error(status)
         if _failed is not None:
@@ -63,9 +69,37 @@ def _ffn_shim(hidden_states, layer):
     return output
 
 
+def _ffn_shim(hidden_states, layer):
+    rows_in = _checked(hidden_states, None)
+    output = torch.empty_like(rows_in)
+    status = _rank.ffn(
+        layer,
+        rows_in.shape[0],
+        _DTYPES[rows_in.dtype],
+        rows_in.data_ptr(),
+        output.data_ptr(),
+    )
+    return _answered(status, output)
+
+
+def _ffn_shim_cuda(hidden_states, layer):
+    rows_in = _checked(hidden_states, hidden_states.device.index)
+    output = torch.empty_like(rows_in)
+    status = _rank.queue_ffn(
+        layer,
+        rows_in.shape[0],
+        _DTYPES[rows_in.dtype],
+        rows_in.data_ptr(),
+        output.data_ptr(),
+        torch.cuda.current_stream(rows_in.device).cuda_stream,
+    )
+    return _answered(status, output)
+
+
 _library = torch.library.Library("xpool", "DEF")
 _library.define("ffn_shim(Tensor hidden_states, int layer) -> Tensor")
 _library.impl("ffn_shim", _ffn_shim, "CPU")
+_library.impl("ffn_shim", _ffn_shim_cuda, "CUDA")
 
 
 @torch.library.register_fake("xpool::ffn_shim", lib=_library)

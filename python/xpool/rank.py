@@ -28,14 +28,19 @@ Workload = namedtuple(
 class Rank:
     """Opens rank `rank` of `model_id`; returns when the daemon has admitted it.
 
-    `on_end(kind, seconds, text)` is called when the rank must end; see xpool.h.
+    `device`: None on a CPU; on a GPU its ordinal in this process. `on_end(kind, seconds, text)` is
+    called when the rank must end; see xpool.h.
     """
 
-    def __init__(self, config, model_id, rank, workload, on_end=None):
+    def __init__(self, config, model_id, rank, workload, on_end=None, device=None):
         self._native = native.load()
         ffi, lib = self._native.ffi, self._native.lib
         self._config = config  # the library keeps using it
         self.hidden = workload.hidden  # width of every row
+        self.device = device
+        self._dp_size = workload.attention_dp
+        self._dp_rank = rank // workload.attention_tp
+        self._step_stream = None  # under attention DP: of a step whose row counts are to come
         options = ffi.new(
             "xpool_rank_options_t *", {"struct_bytes": ffi.sizeof("xpool_rank_options_t")}
         )
@@ -49,6 +54,7 @@ class Rank:
         for name in Workload._fields[2:]:
             setattr(options, name, getattr(workload, name))
         options.rank = rank
+        options.device = device or 0
         self._callback = None
         if on_end is not None:
 
@@ -66,6 +72,7 @@ class Rank:
         self._dp_rows = ffi.new("uint32_t[]", MAX_DP)
         self._cast = ffi.cast
         self._submit = lib.xpool_rank_ffn
+        self._live = ffi.new("xpool_live_t *", {"struct_bytes": ffi.sizeof("xpool_live_t")})
 
     def wait_executable(self, timeout_seconds=0.0):
         """Waits until the FFN side can execute; 0 takes deadlines.startup."""
@@ -90,11 +97,22 @@ class Rank:
         )
         self._native.check(self._native.lib.xpool_rank_serving(self.handle, serving))
 
-    def begin_step(self, step, execution=EAGER):
-        """Says what the calls until the next `begin_step` belong to."""
+    def begin_step(self, step, execution=EAGER, rows=None, stream=0):
+        """Says what the calls until the next `begin_step` belong to. On a GPU `rows` are the live ones
+        of the step's tensors, which may be longer (padding of a captured graph); written on `stream`
+        before what the step queues or replays there. None: every call's rows are all live."""
         self.call.step = step
         self.call.execution = execution
         self.call.dp_rows = self._native.ffi.NULL
+        self.call.live_on_device = 0
+        self._step_stream = None
+        if rows is None:
+            return
+        self.call.live_on_device = 1
+        if self._dp_size > 1:
+            self._step_stream = stream  # written when the counts of all ranks are known
+        else:
+            self.live(rows, step, stream)
 
     def set_dp_rows(self, rows):
         """Rows of every attention DP rank in this step."""
@@ -103,9 +121,26 @@ class Rank:
         for index, count in enumerate(rows):
             self._dp_rows[index] = count
         self.call.dp_rows = self._dp_rows
+        if self._step_stream is not None:
+            self.live(rows[self._dp_rank], self.call.step, self._step_stream)
+
+    def live(self, rows, step, stream):
+        """GPU: writes which rows count, in the order of `stream` (its address), for captured graphs."""
+        live = self._live
+        live.rows = rows
+        live.step = step
+        live.dp_rows = self.call.dp_rows
+        live.stream = self._cast("void *", stream)
+        self._native.check(
+            self._native.lib.xpool_rank_live(self.handle, live, self._native.ffi.NULL)
+        )
+
+    def finish(self, timeout_seconds=10.0):
+        """GPU: raises what went wrong in the calls that have run; their stream is idle."""
+        self._native.check(self._native.lib.xpool_rank_finish(self.handle, timeout_seconds))
 
     def ffn(self, layer, rows, dtype, input_address, output_address):
-        """The FFN of one layer, from and to contiguous host memory; returns an xpool_status_t."""
+        """The FFN of one layer, from and to contiguous memory; returns an xpool_status_t."""
         call = self.call
         call.layer = layer
         call.rows = rows
@@ -113,6 +148,11 @@ class Rank:
         call.input = self._cast("void *", input_address)
         call.output = self._cast("void *", output_address)
         return self._submit(self.handle, call)
+
+    def queue_ffn(self, layer, rows, dtype, input_address, output_address, stream):
+        """The same on a GPU: from and to device memory, queued on `stream` (its address)."""
+        self.call.stream = self._cast("void *", stream)
+        return self.ffn(layer, rows, dtype, input_address, output_address)
 
     def error(self, status):
         return self._native.error(status, "")

@@ -12,6 +12,9 @@
 
 int atnagent_run(const config_t *config, const char *device);
 int ffnagent_run(const config_t *config, const char *device);
+/* The same on a GPU; the two above call them. */
+int atnagent_cuda_run(const config_t *config, const char *device);
+int ffnagent_cuda_run(const config_t *config, const char *device);
 int instance_run(const config_t *config, const char *model_id); /* the native engine */
 /* Becomes SGLang's server of a configured model: returns only when that fails. `overrides` are the
  * command line's settings, for the processes that SGLang starts. */

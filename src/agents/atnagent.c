@@ -139,6 +139,9 @@ static void on_failed(void *context)
 
 int atnagent_run(const config_t *config, const char *device)
 {
+    const config_device_t *configured = config_device_find(config, false, device, NULL);
+    if (configured && configured->kind == CONFIG_DEVICE_CUDA)
+        return atnagent_cuda_run(config, device);
     participant_bind_to_parent();
     signal(SIGPIPE, SIG_IGN);
     xp_log_identify("atnagent", device);

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "config/handoff.h"
+#include "control/gpus.h"
 #include "control/planner.h"
 
 #define ENVIRONMENT_MAX_BYTES (512u * 1024)
@@ -144,15 +145,49 @@ static xp_status_t prepare_cpu(const config_t *config, const uint32_t *rank_atn,
     return set_variable("SGLANG_NCCL_SO_PATH", "/nonexistent", false);
 }
 
+/* What every client of the MPS controller needs: its folders, and the GPUs under its numbers. */
+static xp_status_t join_mps(const config_t *config, const config_device_t *const *first,
+                            uint32_t count)
+{
+    char name[64], pipe[PATH_MAX], log[PATH_MAX], list[GPUS_TEXT_BYTES];
+    XP_TRY(gpus_mps_folders(config, name, pipe, log));
+    XP_TRY(gpus_client_list(config, first, count, list));
+    XP_TRY(set_variable("CUDA_MPS_PIPE_DIRECTORY", pipe, true));
+    XP_TRY(set_variable("CUDA_MPS_LOG_DIRECTORY", log, true));
+    return set_variable("CUDA_VISIBLE_DEVICES", list, true);
+}
+
+static xp_status_t prepare_driver(void)
+{
+    XP_TRY(set_variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", true));
+    /* A kernel that is loaded behind one that waits is a deadlock. */
+    return set_variable("CUDA_MODULE_LOADING", "EAGER", true);
+}
+
 static xp_status_t prepare_cuda(const config_t *config, const uint32_t *rank_atn, uint32_t ranks)
 {
-    char list[16 * FABRIC_MAX_RANKS] = "";
-    for (uint32_t r = 0; r < ranks; r++) {
-        size_t used = strlen(list);
-        snprintf(list + used, sizeof(list) - used, "%s%u", r ? "," : "",
-                 config->atn[rank_atn[r]].index);
+    const config_device_t *devices[FABRIC_MAX_RANKS];
+    for (uint32_t r = 0; r < ranks; r++)
+        devices[r] = &config->atn[rank_atn[r]];
+    /* While the numbers are still those of the system. */
+    XP_TRY(gpus_memory_hand_on(config));
+    XP_TRY(prepare_driver());
+    return join_mps(config, devices, ranks);
+}
+
+xp_status_t environment_agent(const config_t *config, const config_device_t *device, bool ffn_role,
+                              int *ordinal_out)
+{
+    XP_TRY(prepare_driver());
+    if (!ffn_role || gpus_shared(config, device)) {
+        XP_TRY(join_mps(config, &device, 1));
+        *ordinal_out = 0;
+        return XP_OK;
     }
-    return set_variable("CUDA_VISIBLE_DEVICES", list, false);
+    /* Alone on its GPU: a controller that somebody else runs is none of its business. */
+    XP_TRY(set_variable("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent", true));
+    *ordinal_out = (int)device->index;
+    return XP_OK;
 }
 
 xp_status_t environment_prepare(const config_t *config, const config_overrides_t *overrides,

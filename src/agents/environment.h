@@ -10,4 +10,9 @@
  * is in force here. `overrides`: the command line's settings. `model` may be NULL: not known. */
 xp_status_t environment_prepare(const config_t *config, const config_overrides_t *overrides,
                                 const config_model_t *model);
+
+/* For an agent of a GPU, before it loads the driver: order and visibility of devices, MPS where an
+ * attention device is concerned. `ordinal_out`: the device's number in this process. */
+xp_status_t environment_agent(const config_t *config, const config_device_t *device, bool ffn_role,
+                              int *ordinal_out);
 #endif

@@ -275,6 +275,9 @@ static void on_failed(void *context)
 
 int ffnagent_run(const config_t *config, const char *device)
 {
+    const config_device_t *configured = config_device_find(config, true, device, NULL);
+    if (configured && configured->kind == CONFIG_DEVICE_CUDA)
+        return ffnagent_cuda_run(config, device);
     participant_bind_to_parent();
     signal(SIGPIPE, SIG_IGN);
     xp_log_identify("ffnagent", device);

@@ -22,6 +22,7 @@
 #include "fabric/plan.h"
 #include "http/instance_server.h"
 #include "kernels/kernels.h"
+#include "kv/rank.h"
 #include "model/spec.h"
 #include "text/chat_template.h"
 #include "transport/transport.h"
@@ -31,6 +32,7 @@
 #define INSTANCE_HOST   "127.0.0.1"
 #define QUEUE_PER_ROW   8 /* waiting requests allowed for each decode row */
 #define QUEUE_LEAST     128
+#define KV_DESCRIPTORS  3                    /* channel, the daemon's bell, this rank's bell */
 #define FLUSH_NS        (500 * XP_NS_PER_MS) /* for the last words of aborted requests */
 
 typedef struct instance {
@@ -42,12 +44,14 @@ typedef struct instance {
     xpw_Admitted admitted;
     transport_client_t *transport;
     observe_t *observe;
+    kv_rank_t kv_rank; /* all zero: no elastic KV */
     engine_t *engine;
     chat_template_t *chat_template;
     char no_template[XP_ERROR_TEXT_MAX];
     http_instance_t *http;
     worker_t loader, warmer;
-    struct event *on_stats, *on_drain;
+    struct event *on_stats, *on_drain, *on_kv;
+    uint64_t kv_grow_failures; /* logged so far */
     bool loaded, attached, told_to_initialize, serving, draining, flushing;
     uint64_t drain_deadline_ns;
     atomic_bool ffn_failed;
@@ -83,6 +87,40 @@ static xp_status_t ffn_call(void *context, uint32_t layer, uint32_t rows, uint32
     return status;
 }
 
+/* ---- elastic KV -------------------------------------------------------------------------------
+ */
+
+static uint64_t kv_room(void *context)
+{
+    const uint64_t bytes = config_machine_memory("/proc", "/sys/fs/cgroup");
+    return bytes ? bytes : UINT64_MAX; /* 0: not known */
+}
+
+/* The daemon has written a command: the engine may be asleep. */
+static void on_kv(evutil_socket_t fd, short events, void *context)
+{
+    instance_t *self = context;
+    kv_rank_rung(&self->kv_rank);
+    if (self->serving)
+        engine_kv_look(self->engine);
+}
+
+static xp_status_t kv_open(instance_t *self, const wire_descriptors_t *fds)
+{
+    if (fds->count == 0)
+        return XP_OK;
+    if (fds->count != KV_DESCRIPTORS)
+        return xp_fail(XP_PEER, "Admitted came with %u descriptors where %u are expected",
+                       fds->count, KV_DESCRIPTORS);
+    XP_TRY(kv_rank_open(fds->fds[0], fds->fds[1], fds->fds[2], self->admitted.kv_partition,
+                        &self->kv_rank));
+    self->on_kv =
+        event_new(self->base, kv_rank_bell(&self->kv_rank), EV_READ | EV_PERSIST, on_kv, self);
+    if (!self->on_kv || event_add(self->on_kv, NULL) != 0)
+        return xp_fail(XP_NO_MEMORY, "cannot watch the KV control channel's bell");
+    return XP_OK;
+}
+
 /* ---- loading ----------------------------------------------------------------------------------
  */
 
@@ -103,6 +141,8 @@ static xp_status_t load_job(void *context)
         .max_rows = self->admitted.max_rows,
         .max_context = self->admitted.max_context,
         .kv_tokens = self->admitted.kv_tokens,
+        .kv_rank = self->kv_rank.channel ? &self->kv_rank : NULL,
+        .kv_room_bytes = kv_room,
         .prefix_cache = true,
         .queue_limit = model->decode_rows * QUEUE_PER_ROW > QUEUE_LEAST
                            ? model->decode_rows * QUEUE_PER_ROW
@@ -169,8 +209,9 @@ static void load_done(void *context, xp_status_t status, const char *error)
     self->loaded = true;
     engine_stats_t stats;
     engine_stats(self->engine, &stats);
-    xp_log_info("loaded the attention side: %.1f MiB; KV Cache for %u tokens",
-                (double)stats.weight_bytes / 1048576.0, stats.kv_pages * stats.page_tokens);
+    xp_log_info("loaded the attention side: %.1f MiB; KV Cache for %u tokens, %u of them backed",
+                (double)stats.weight_bytes / 1048576.0, stats.kv_pages * stats.page_tokens,
+                stats.kv_backed_pages * stats.page_tokens);
     maybe_warm(self);
 }
 
@@ -226,6 +267,9 @@ static void on_stats(evutil_socket_t fd, short events, void *context)
         return;
     engine_stats_t s;
     engine_stats(self->engine, &s);
+    if (s.kv_grow_failures > self->kv_grow_failures)
+        xp_log_warn("the system had no memory for a grant to the KV Cache: %s", s.kv_grow_error);
+    self->kv_grow_failures = s.kv_grow_failures;
     xpw_Envelope envelope = {.which_body = xpw_Envelope_instance_stats_tag};
     envelope.body.instance_stats = (xpw_InstanceStats){
         .steps = s.steps,
@@ -275,7 +319,8 @@ static void on_drain(evutil_socket_t fd, short events, void *context)
 /* ---- messages ---------------------------------------------------------------------------------
  */
 
-static void on_admitted(instance_t *self, const xpw_Admitted *admitted)
+static void on_admitted(instance_t *self, const xpw_Admitted *admitted,
+                        const wire_descriptors_t *fds)
 {
     if (self->transport) {
         participant_fail(self->participant, "a second Admitted");
@@ -295,6 +340,7 @@ static void on_admitted(instance_t *self, const xpw_Admitted *admitted)
     snprintf(name, sizeof(name), "%s.0", self->model->id);
     if (observe_open(self->config->observe.folder, OBSERVE_RANK, name,
                      self->config->observe.records, &self->observe) != XP_OK ||
+        kv_open(self, fds) != XP_OK ||
         transport_client_create(&geometry, admitted->spin_ns, &self->transport) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;
@@ -318,7 +364,7 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
     instance_t *self = context;
     switch (envelope->which_body) {
     case xpw_Envelope_admitted_tag:
-        on_admitted(self, &envelope->body.admitted);
+        on_admitted(self, &envelope->body.admitted, fds);
         break;
     case xpw_Envelope_attached_tag:
         if (!self->transport || fds->count != 1 ||
@@ -419,6 +465,9 @@ done:
     participant_destroy(self->participant);
     http_instance_destroy(self->http);
     engine_destroy(self->engine);
+    if (self->on_kv)
+        event_free(self->on_kv);
+    kv_rank_close(&self->kv_rank);
     chat_template_destroy(self->chat_template);
     transport_client_destroy(self->transport);
     observe_close(self->observe);

@@ -11,8 +11,8 @@
 xp_status_t agent_join(const xpw_Join *join, const wire_descriptors_t *fds,
                        fabric_plan_t **plan_out, fabric_t **fabric_out)
 {
-    if (fds->count != 3)
-        return xp_fail(XP_PEER, "Join came with %u descriptors, not 3", fds->count);
+    if (fds->count != 3 && fds->count != 1)
+        return xp_fail(XP_PEER, "Join came with %u descriptors, not 3 or 1", fds->count);
     int seals = fcntl(fds->fds[0], F_GET_SEALS);
     struct stat info;
     if (seals < 0 || !(seals & F_SEAL_WRITE) || fstat(fds->fds[0], &info) != 0 ||
@@ -39,8 +39,14 @@ xp_status_t agent_join(const xpw_Join *join, const wire_descriptors_t *fds,
                     (unsigned long long)join->generation, (unsigned long long)plan->generation);
         goto fail;
     }
+    if ((plan->provider == FABRIC_PROVIDER_SHM) != (fds->count == 3) ||
+        !fabric_out != (fds->count == 1)) {
+        status = xp_fail(XP_PEER, "Join's plan is for other devices than this agent's");
+        goto fail;
+    }
     fabric_descriptors_t descriptors = {.arena_fd = fds->fds[1], .doorbell_fd = fds->fds[2]};
-    XP_TRY_GOTO(status, fail, fabric_attach("shm", plan, &descriptors, join->pe, fabric_out));
+    if (fabric_out)
+        XP_TRY_GOTO(status, fail, fabric_attach("shm", plan, &descriptors, join->pe, fabric_out));
     *plan_out = plan;
     return XP_OK;
 fail:

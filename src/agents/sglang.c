@@ -155,6 +155,8 @@ static void build_command(const config_t *config, const config_model_t *model,
     add_option(command, "--log-level", level_name(config->logging.level));
     add_option(command, "--log-level-http", "warning");
     add(command, "--skip-server-warmup");
+    if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA)
+        add_option(command, "--device", "cuda");
     if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CPU) {
         add_option(command, "--device", "cpu");
         add_option(command, "--attention-backend", "torch_native");

@@ -19,6 +19,8 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "control/client.h"
+#include "control/gpus.h"
+#include "cuda/mps.h"
 
 #define UP_MAX_CHILDREN  (2 + 2 * CONFIG_MAX_DEVICES + CONFIG_MAX_MODELS)
 #define UP_MAX_ARGUMENTS 160
@@ -417,6 +419,18 @@ static void on_stop_signal(up_t *up, int signal_number)
     }
 }
 
+/* An MPS controller outlives a daemon that was killed; with the whole system it goes. */
+static void sweep_mps(const config_t *config)
+{
+    uint32_t ended = 0;
+    if (!gpus_used(config, false))
+        return;
+    if (mps_sweep(getenv(GPUS_MPS_ROOT_VARIABLE), NULL, &ended) != XP_OK)
+        xp_log_warn("%s", xp_error_last()->text);
+    else if (ended)
+        xp_log_info("%u process(es) of MPS ended", ended);
+}
+
 int up_run(const config_t *config, const char *program, char *const *config_arguments)
 {
     xp_log_identify("up", "");
@@ -437,6 +451,8 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
     char self[24];
     snprintf(self, sizeof(self), "%d", (int)getpid());
     setenv("XPOOL_UNDER_UP", self, 1);
+    /* Asked once, for all children; where it is not known, the daemon says so. */
+    (void)gpus_memory_hand_on(config);
 
     xp_status_t status = spawn_all(up, program, config_arguments);
     if (status != XP_OK && status != XP_CANCELLED) {
@@ -464,6 +480,8 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
         }
     }
     int exit_code = up->exit_code;
+    if (exit_code)
+        sweep_mps(config);
     if (exit_code == 0)
         xp_log_info("everything stopped in order");
     free(up);

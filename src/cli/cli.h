@@ -52,6 +52,7 @@ int cmd_gateway(int argc, char **argv);
 int cmd_up(int argc, char **argv);
 int cmd_down(int argc, char **argv);
 int cmd_plan(int argc, char **argv);
+int cmd_devices(int argc, char **argv);
 int cmd_trace(int argc, char **argv);
 int cmd_bench(int argc, char **argv);
 #endif

@@ -134,6 +134,12 @@ static void attention_devices(const config_t *config, const plan_model_t *model,
     }
 }
 
+static const char *provider_name(const plan_result_t *plan)
+{
+    static const char *const names[] = {"shm", "p2p", "p2p-relay"};
+    return names[plan->plan.provider];
+}
+
 static void print_plan(const config_t *config, const plan_result_t *plan)
 {
     printf("%-24s %-22s %-8s %-10s %-14s %10s %10s %8s %8s\n", "model", "architecture", "engine",
@@ -172,8 +178,11 @@ static void print_plan(const config_t *config, const plan_result_t *plan)
         mib(device->budget_bytes > used ? device->budget_bytes - used : 0);
         putchar('\n');
     }
-    printf("\nFabric arena: %.1f MiB of host memory; %u weight set(s) for %u model(s)\n",
-           (double)plan->fabric_bytes / 1048576.0, plan->weights_count, plan->model_count);
+    if (plan->cuda)
+        printf("\nprovider %s: stages are in the FFN devices' workspace", provider_name(plan));
+    else
+        printf("\nFabric arena: %.1f MiB of host memory", (double)plan->fabric_bytes / 1048576.0);
+    printf("; %u weight set(s) for %u model(s)\n", plan->weights_count, plan->model_count);
 }
 
 static json_t *plan_json(const config_t *config, const plan_result_t *plan)
@@ -215,8 +224,8 @@ static json_t *plan_json(const config_t *config, const plan_result_t *plan)
                       (json_int_t)device->workspace_bytes, "kv_bytes", (json_int_t)device->kv_bytes,
                       "arena_bytes", (json_int_t)device->arena_bytes));
     }
-    return json_pack("{s:o,s:o,s:I}", "models", models, "devices", devices, "fabric_bytes",
-                     (json_int_t)plan->fabric_bytes);
+    return json_pack("{s:o,s:o,s:I,s:s}", "models", models, "devices", devices, "fabric_bytes",
+                     (json_int_t)plan->fabric_bytes, "provider", provider_name(plan));
 }
 
 int cmd_plan(int argc, char **argv)

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "config/settings.h"
+#include "control/gpus.h"
 
 #define WEAK_COMMAND(name) int name(int argc, char **argv) __attribute__((weak))
 WEAK_COMMAND(cmd_config_dump);
@@ -29,6 +30,7 @@ WEAK_COMMAND(cmd_gateway);
 WEAK_COMMAND(cmd_up);
 WEAK_COMMAND(cmd_down);
 WEAK_COMMAND(cmd_plan);
+WEAK_COMMAND(cmd_devices);
 WEAK_COMMAND(cmd_trace);
 WEAK_COMMAND(cmd_bench);
 
@@ -50,6 +52,7 @@ static const command_t commands[] = {
     {"exec", cmd_exec, "become another program, in an engine's environment"},
     {"gateway", cmd_gateway, "run the one HTTP door to all models"},
     {"plan", cmd_plan, "show what fits where, without starting anything"},
+    {"devices", cmd_devices, "list processors and GPUs of this machine"},
     {"config dump", cmd_config_dump, "print every setting in force and where it came from"},
     {"config check", cmd_config_check, "check a configuration"},
     {"config docs", cmd_config_docs, "write or check the files generated from the settings"},
@@ -207,6 +210,7 @@ static int run(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    gpus_ask_own_program();
     int code = run(argc, argv);
     /* A full disk or a closed pipe must not look like success. */
     if (fflush(stdout) != 0 || ferror(stdout)) {

@@ -33,6 +33,12 @@ typedef enum config_policy {
     CONFIG_POLICY_DEADLINE
 } config_policy_t;
 
+typedef enum config_kv_policy {
+    CONFIG_KV_DEADLINE = 0,
+    CONFIG_KV_ARRIVAL, /* elastic, without deadlines */
+    CONFIG_KV_STATIC   /* each model keeps its share */
+} config_kv_policy_t;
+
 typedef struct config_slo {
     double ttft_ms, tbt_ms;
 } config_slo_t;
@@ -62,9 +68,10 @@ typedef struct config_device {
     char name[32]; /* "cpu:0", "cuda:1" */
     config_device_kind_t kind;
     uint32_t index;
-    uint32_t threads;      /* cpu: 0 was resolved to the usable cores */
-    uint64_t memory_bytes; /* cpu: 0 was resolved to a share of the machine's */
-    uint32_t cpu_count;    /* pinning; 0 = none */
+    uint32_t threads; /* cpu: 0 was resolved to the usable cores */
+    uint64_t
+        memory_bytes;   /* cpu: 0 was resolved to a share of the machine's; cuda: 0 = the GPU's */
+    uint32_t cpu_count; /* pinning; 0 = none */
     uint32_t cpus[CONFIG_MAX_CPUS];
 } config_device_t;
 
@@ -86,6 +93,7 @@ typedef struct config {
     struct {
         uint32_t ffn_concurrency, atn_concurrency;
         config_policy_t ffn_policy;
+        config_kv_policy_t kv_policy;
         config_slo_t slo;
     } scheduler;
     double atn_memory_utilization;
@@ -94,7 +102,7 @@ typedef struct config {
     uint64_t ffn_extra_margin_bytes;
     char ffn_calibration[CONFIG_MAX_PATH];
     struct { /* seconds */
-        double registration, startup, submission, request, queue, drain, stop;
+        double registration, startup, submission, request, queue, drain, stop, kv;
     } deadlines;
     char cache_root[CONFIG_MAX_PATH];
     struct {
@@ -150,4 +158,7 @@ const config_model_t *config_model_find(const config_t *config, const char *mode
 /* By device name in the named role's list; NULL when absent. */
 const config_device_t *config_device_find(const config_t *config, bool ffn_role, const char *name,
                                           uint32_t *index_out);
+/* machine.c: memory that processes started now could take, in bytes, read below these roots
+ * ("/proc", "/sys/fs/cgroup"). 0 when unknown. */
+uint64_t config_machine_memory(const char *proc_root, const char *cgroup_root);
 #endif

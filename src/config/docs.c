@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "config/resolve.h"
 #include "config/settings.h"
 
 #define WRAP_COLUMNS 96
@@ -197,11 +198,12 @@ static xp_status_t example_models(xp_buf_t *text_out)
     return XP_OK;
 }
 
-static xp_status_t example_device(const char *device, xp_buf_t *text_out)
+static xp_status_t example_device(const char *device, config_device_kind_t kind, xp_buf_t *text_out)
 {
-    XP_TRY(xp_buf_printf(text_out, "\n[devices.\"%s\"]\n", device));
+    XP_TRY(xp_buf_printf(text_out, "\n%s[devices.\"%s\"]\n", kind == CONFIG_DEVICE_CPU ? "" : "#",
+                         device));
     for (uint32_t i = 0; i < config_setting_count; i++)
-        if (config_settings[i].scope == CONFIG_SCOPE_DEVICE)
+        if (config_setting_of_device(&config_settings[i], kind))
             XP_TRY(example_line(&config_settings[i], strrchr(config_settings[i].key, '.') + 1,
                                 false, NULL, text_out));
     return XP_OK;
@@ -231,8 +233,9 @@ static xp_status_t write_example(xp_buf_t *text_out)
             XP_TRY(example_line(setting, setting->key + chapter + 1, active, NULL, text_out));
         }
         if (strncmp(key, "devices", chapter) == 0) {
-            XP_TRY(example_device("cpu:0", text_out));
-            XP_TRY(example_device("cpu:1", text_out));
+            XP_TRY(example_device("cpu:0", CONFIG_DEVICE_CPU, text_out));
+            XP_TRY(example_device("cpu:1", CONFIG_DEVICE_CPU, text_out));
+            XP_TRY(example_device("cuda:0", CONFIG_DEVICE_CUDA, text_out));
         }
     }
     return example_models(text_out);

@@ -310,12 +310,19 @@ static void warn_unusable_cpus(config_resolver_t *resolver, const config_device_
 static void finish_device(config_resolver_t *resolver, config_device_t *device,
                           config_slot_t *slots, uint64_t memory_share)
 {
-    if (device->kind != CONFIG_DEVICE_CPU)
-        return;
     const config_device_table_t *table = find_table(resolver, device->name);
     if (table) {
         *device = table->values;
         memcpy(slots, table->slots, sizeof(table->slots));
+    }
+    if (device->kind == CONFIG_DEVICE_CUDA) {
+        /* 0: whoever plans asks the driver, in a process of its own. */
+        config_slot_t *memory = slot_of(slots, "devices.\"cuda:N\".memory");
+        if (memory->state == CONFIG_SLOT_UNSET) {
+            memory->state = CONFIG_SLOT_DERIVED;
+            memory->origin = "default";
+        }
+        return;
     }
     config_slot_t *threads = slot_of(slots, "devices.\"cpu:N\".threads");
     config_slot_t *memory = slot_of(slots, "devices.\"cpu:N\".memory");

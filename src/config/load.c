@@ -353,7 +353,19 @@ const config_slot_t *config_setting_slot(const config_t *config, const config_se
 bool config_setting_applies(const config_t *config, const config_setting_t *setting, uint32_t item)
 {
     return setting->scope != CONFIG_SCOPE_DEVICE ||
-           config->record->devices[item]->kind == CONFIG_DEVICE_CPU;
+           config_setting_of_device(setting, config->record->devices[item]->kind);
+}
+
+const char *config_device_pattern(config_device_kind_t kind)
+{
+    return kind == CONFIG_DEVICE_CUDA ? "devices.\"cuda:N\"" : "devices.\"cpu:N\"";
+}
+
+bool config_setting_of_device(const config_setting_t *setting, config_device_kind_t kind)
+{
+    const char *pattern = config_device_pattern(kind);
+    return setting->scope == CONFIG_SCOPE_DEVICE &&
+           strncmp(setting->key, pattern, strlen(pattern)) == 0;
 }
 
 xp_status_t config_setting_item_key(const config_t *config, const config_setting_t *setting,
@@ -364,7 +376,8 @@ xp_status_t config_setting_item_key(const config_t *config, const config_setting
         length = snprintf(out, size, "models[%u]%s", item, setting->key + strlen("models[]"));
     else if (setting->scope == CONFIG_SCOPE_DEVICE)
         length = snprintf(out, size, "devices.\"%s\"%s", config->record->devices[item]->name,
-                          setting->key + strlen("devices.\"cpu:N\""));
+                          setting->key +
+                              strlen(config_device_pattern(config->record->devices[item]->kind)));
     else
         length = snprintf(out, size, "%s", setting->key);
     return length < (int)size ? XP_OK : xp_fail(XP_INVALID, "the key %s is too long", setting->key);

@@ -107,9 +107,6 @@ bool config_path_resolve(const char *folder, const char *text, bool uri, char *o
 void config_walk(config_resolver_t *resolver, const config_node_t *root);
 /* finish.c: aliases, defaults, worked-out values and the checks that need several settings. */
 void config_finish(config_resolver_t *resolver);
-/* machine.c: memory that processes started now could take, in bytes, read below these roots
- * ("/proc", "/sys/fs/cgroup"). 0 when unknown. */
-uint64_t config_machine_memory(const char *proc_root, const char *cgroup_root);
 /* digest.c */
 xp_status_t config_digest_text(const config_t *config, xp_buf_t *text_out);
 xp_status_t config_digest_compute(config_t *config);
@@ -130,4 +127,7 @@ xp_status_t config_setting_item_key(const config_t *config, const config_setting
                                     uint32_t item, char *out, size_t size);
 /* Whether the setting has a value for that item: threads of a GPU, for example, have none. */
 bool config_setting_applies(const config_t *config, const config_setting_t *setting, uint32_t item);
+/* How the registry's keys of a kind of device begin: devices."cpu:N", devices."cuda:N". */
+const char *config_device_pattern(config_device_kind_t kind);
+bool config_setting_of_device(const config_setting_t *setting, config_device_kind_t kind);
 #endif

@@ -36,9 +36,13 @@ static const config_choice_t policy_choices[] = {{"fifo", CONFIG_POLICY_FIFO},
                                                  {"random", CONFIG_POLICY_RANDOM},
                                                  {"deadline", CONFIG_POLICY_DEADLINE},
                                                  {0}};
+static const config_choice_t kv_policy_choices[] = {{"deadline", CONFIG_KV_DEADLINE},
+                                                    {"arrival", CONFIG_KV_ARRIVAL},
+                                                    {"static", CONFIG_KV_STATIC},
+                                                    {0}};
 /* Kept as a name: the Fabric looks its provider up by it. */
-static const config_choice_t provider_choices[] = {{"auto", 0}, {"shm", 1}, {"nvshmem", 2},
-                                                   {"p2p", 3},  {"ucx", 4}, {0}};
+static const config_choice_t provider_choices[] = {
+    {"auto", 0}, {"shm", 1}, {"nvshmem", 2}, {"p2p", 3}, {"ucx", 4}, {"p2p-relay", 5}, {0}};
 static const config_choice_t level_choices[] = {
     {"debug", XP_LOG_DEBUG}, {"info", XP_LOG_INFO},    {"warning", XP_LOG_WARNING},
     {"error", XP_LOG_ERROR}, {"warn", XP_LOG_WARNING}, {0}};
@@ -206,8 +210,9 @@ const config_setting_t config_settings[] = {
      .minimum = 0,
      .maximum = 4294967295.0,
      .default_text = "0",
-     .default_note = "from checkpoint and memory",
-     .help = "KV Cache tokens that the Instance must at least have; a plan with less is refused."},
+     .default_note = "what one request of modest length needs",
+     .help = "KV Cache tokens that the Instance always keeps, whatever the others need; a plan in "
+             "which all floors do not fit is refused."},
     {.key = "models[].kv_ceiling_tokens",
      MODEL(kv_ceiling_tokens),
      .type = CONFIG_TYPE_INTEGER,
@@ -215,8 +220,9 @@ const config_setting_t config_settings[] = {
      .minimum = 0,
      .maximum = 4294967295.0,
      .default_text = "0",
-     .default_note = "from checkpoint and memory",
-     .help = "KV Cache tokens the Instance may hold at most."},
+     .default_note = "what its requests can use, or all that its attention device can lend",
+     .help = "KV Cache tokens that the Instance may hold at most. Address space is reserved for "
+             "them; memory comes and goes between floor and ceiling."},
     {.key = "models[].slo.ttft_ms",
      MODEL(slo.ttft_ms),
      .type = CONFIG_TYPE_FLOAT,
@@ -357,6 +363,16 @@ const config_setting_t config_settings[] = {
      .default_note = "not pinned",
      .example = "\"0-3\"",
      .help = "Logical CPUs the threads are pinned to: a list of numbers, or text like 0-3,6."},
+    {.key = "devices.\"cuda:N\".memory",
+     DEVICE(memory_bytes),
+     .type = CONFIG_TYPE_SIZE,
+     .sources = FILE_AND_CLI,
+     .minimum = MIB,
+     .maximum = 64 * TIB,
+     .default_note = "all that the GPU has, as `xpool devices` tells",
+     .example = "\"80GiB\"",
+     .help = "Memory of the GPU to plan with. Of an attention device Instances may use the part "
+             "that atn.device_memory_utilization says."},
 
     {.key = "fabric.provider",
      ROOT(fabric_provider),
@@ -364,8 +380,9 @@ const config_setting_t config_settings[] = {
      .sources = FILE_AND_CLI,
      .choices = provider_choices,
      .default_text = "auto",
-     .default_note = "by the devices",
-     .help = "Data plane between AtnAgents and FfnAgents."},
+     .default_note = "by the devices: shm for CPUs, p2p for GPUs",
+     .help = "Data plane between Instances, AtnAgents and FfnAgents. p2p-relay: as p2p, with rows "
+             "and answers going by way of the AtnAgents, for comparison."},
 
     {.key = "scheduler.ffn_concurrency",
      ROOT(scheduler.ffn_concurrency),
@@ -391,6 +408,15 @@ const config_setting_t config_settings[] = {
      .choices = policy_choices,
      .default_text = "deadline",
      .help = "Who gets a free Lane: first come, any, or the earliest SLO deadline."},
+    {.key = "scheduler.kv_policy",
+     ROOT(scheduler.kv_policy),
+     .type = CONFIG_TYPE_CHOICE,
+     .sources = FILE_AND_CLI,
+     .choices = kv_policy_choices,
+     .default_text = "deadline",
+     .help = "How KV Cache memory moves between the Instances of an attention device: to whoever "
+             "needs it by the earliest SLO deadline, in order of arrival, or not at all (each "
+             "keeps an equal share)."},
     {.key = "scheduler.slo.ttft_ms",
      ROOT(scheduler.slo.ttft_ms),
      .type = CONFIG_TYPE_FLOAT,
@@ -466,6 +492,16 @@ const config_setting_t config_settings[] = {
      .maximum = DAY,
      .default_text = "10",
      .help = "Seconds after draining until what still runs is killed and named."},
+
+    {.key = "deadlines.kv",
+     ROOT(deadlines.kv),
+     .type = CONFIG_TYPE_FLOAT,
+     .sources = FILE_AND_CLI,
+     .minimum = 0.1,
+     .maximum = DAY,
+     .default_text = "10",
+     .help = "Seconds an Instance has to answer a command to grow or shrink its KV Cache; after as "
+             "long again it is treated as failed."},
 
     {.key = "cache.root",
      ROOT(cache_root),

@@ -42,7 +42,8 @@ typedef enum config_type {
 typedef enum config_scope {
     CONFIG_SCOPE_ROOT = 0, /* offsets in config_t */
     CONFIG_SCOPE_MODEL,    /* in config_model_t; keys begin with models[]. */
-    CONFIG_SCOPE_DEVICE,   /* in config_device_t; keys begin with devices."cpu:N". */
+    /* In config_device_t; keys begin with devices."cpu:N". or devices."cuda:N". */
+    CONFIG_SCOPE_DEVICE,
 } config_scope_t;
 
 typedef struct config_choice {

@@ -141,13 +141,7 @@ static bool walk_device(config_resolver_t *resolver, const config_node_t *node, 
     config_device_t device;
     if (strlen(node->key) != node->key_length || !config_device_parse(node->key, &device)) {
         config_issue_add(&resolver->issues, node, true,
-                         "%s: no device name, allowed: names such as \"cpu:0\"", shown);
-        return true;
-    }
-    if (device.kind != CONFIG_DEVICE_CPU) {
-        config_issue_add(&resolver->issues, node, true,
-                         "%s: only cpu devices have a table; GPUs follow "
-                         "atn.device_memory_utilization",
+                         "%s: no device name, allowed: names such as \"cpu:0\" or \"cuda:0\"",
                          shown);
         return true;
     }
@@ -169,8 +163,8 @@ static bool walk_device(config_resolver_t *resolver, const config_node_t *node, 
     table->node = node;
     place_t place = {.scope = CONFIG_SCOPE_DEVICE,
                      .base = &table->values,
-                     .slots = table->slots,
-                     .pattern = "devices.\"cpu:N\""};
+                     .slots = table->slots};
+    snprintf(place.pattern, sizeof(place.pattern), "%s", config_device_pattern(device.kind));
     snprintf(place.shown, sizeof(place.shown), "%.100s", shown);
     walk_table(resolver, &place, node);
     return true;

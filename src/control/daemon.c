@@ -19,6 +19,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "control/daemon_kv.h"
 #include "control/daemon_private.h"
 
 /* After a canonical failure everyone ends by itself; who has not by then is killed, so that the
@@ -164,6 +165,10 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out)
                        (double)daemon->planned->ffn[f].weight_bytes / 1048576.0,
                        agent->progress_what[0] ? ", " : "", agent->progress_what);
     }
+    if (daemon_plane_problem(daemon)) {
+        verdict.fabric_executable = false;
+        add_reason(&verdict, "%.250s", daemon_plane_problem(daemon));
+    }
     if (daemon->gateway_seen && !daemon->gateway)
         add_reason(&verdict, "the gateway has gone; start it again with `xpool gateway`");
     verdict.serving_healthy = verdict.fabric_executable;
@@ -205,15 +210,18 @@ static bool all_agents(const daemon_t *daemon, bool joined, bool executable)
 static void send_joins(daemon_t *daemon)
 {
     int fds[3] = {daemon->plan_fd, daemon->descriptors.arena_fd, daemon->descriptors.doorbell_fd};
+    uint32_t count = daemon->plane ? 1 : 3; /* GPUs: there is no Fabric arena in host memory */
     xpw_Envelope envelope = {.which_body = xpw_Envelope_join_tag};
     envelope.body.join.generation = daemon->planned->plan.generation;
     for (uint32_t a = 0; a < daemon->config->atn_count; a++) {
         envelope.body.join.pe = a;
-        send_to(daemon->atn[a], &envelope, fds, 3);
+        daemon_plane_greet(daemon->atn[a]);
+        send_to(daemon->atn[a], &envelope, fds, count);
     }
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++) {
         envelope.body.join.pe = daemon->config->atn_count + f;
-        send_to(daemon->ffn[f], &envelope, fds, 3);
+        daemon_plane_greet(daemon->ffn[f]);
+        send_to(daemon->ffn[f], &envelope, fds, count);
     }
 }
 
@@ -472,6 +480,7 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
     if (!daemon->failed)
         daemon_fail_from_fabric(daemon);
     daemon_drop_silent(daemon);
+    daemon_plane_tick(daemon);
     daemon_status_probe(daemon);
     daemon_advance(daemon);
     continue_stop(daemon);
@@ -515,10 +524,14 @@ static xp_status_t daemon_start(daemon_t *daemon)
                 model_checkpoint_digest(config->models[i].path, daemon->instances[i].checkpoint));
     }
     XP_TRY(make_plan_memfd(&daemon->planned->plan, &daemon->plan_fd));
-    XP_TRY(fabric_shm_make(&daemon->planned->plan, &daemon->descriptors));
-    XP_TRY(fabric_attach("shm", &daemon->planned->plan, &daemon->descriptors, FABRIC_PE_OBSERVER,
-                         &daemon->fabric));
+    if (!daemon->planned->cuda) {
+        XP_TRY(fabric_shm_make(&daemon->planned->plan, &daemon->descriptors));
+        XP_TRY(fabric_attach("shm", &daemon->planned->plan, &daemon->descriptors,
+                             FABRIC_PE_OBSERVER, &daemon->fabric));
+    }
+    XP_TRY(daemon_kv_start(daemon));
     XP_TRY(wire_listen(config->daemon.socket, &daemon->listener, &daemon->lock));
+    XP_TRY(daemon_plane_start(daemon));
     daemon->on_accept =
         event_new(daemon->base, daemon->listener, EV_READ | EV_PERSIST, daemon_on_accept, daemon);
     /* What removing the signal events restores: ending is not cut short by one more signal. */
@@ -608,6 +621,8 @@ done:
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++)
         if (daemon->participants[i].used)
             daemon_participant_free(&daemon->participants[i]);
+    daemon_plane_stop(daemon);
+    daemon_kv_stop(daemon);
     struct event **events[] = {&daemon->on_accept, &daemon->on_term, &daemon->on_int,
                                &daemon->on_deadline, &daemon->on_tick};
     for (size_t i = 0; i < sizeof(events) / sizeof(events[0]); i++)

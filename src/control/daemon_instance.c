@@ -13,7 +13,9 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "control/daemon_kv.h"
 #include "control/daemon_private.h"
+#include "control/planner_kv.h"
 #include "transport/transport.h"
 
 #define WORKLOAD_TIMEOUT_NS (5 * XP_NS_PER_S) /* from a library's Hello to its Workload */
@@ -120,13 +122,17 @@ void daemon_instance_stop(daemon_instance_t *instance, xpw_StopPhase phase, doub
 void daemon_instance_close_arenas(daemon_instance_t *instance, xp_status_t reason)
 {
     for (uint32_t r = 0; r < instance->rank_count; r++)
-        if (instance->ranks[r].arena_fd >= 0)
+        if (instance->ranks[r].arena_fd >= 0 && !instance->daemon->plane)
             transport_arena_close(instance->ranks[r].arena_fd, reason);
 }
 
 void daemon_instance_try_attach(daemon_instance_t *instance)
 {
     daemon_t *daemon = instance->daemon;
+    if (daemon->plane) {
+        daemon_plane_try_attach(instance);
+        return;
+    }
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         daemon_rank_t *rank = &instance->ranks[r];
         const daemon_participant_t *agent = daemon->atn[planned(instance)->rank_atn[r]];
@@ -154,6 +160,8 @@ static void release_arena(daemon_instance_t *instance, uint32_t index)
     daemon_t *daemon = instance->daemon;
     daemon_rank_t *rank = &instance->ranks[index];
     const daemon_participant_t *agent = daemon->atn[planned(instance)->rank_atn[index]];
+    if (daemon->plane)
+        daemon_plane_release(instance);
     if (rank->attached_at_agent && agent) {
         xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_detach_tag};
         envelope.body.arena_detach.instance = instance->index;
@@ -162,7 +170,8 @@ static void release_arena(daemon_instance_t *instance, uint32_t index)
     }
     rank->attached_at_agent = false;
     if (rank->arena_fd >= 0) {
-        transport_arena_close(rank->arena_fd, XP_CLOSED);
+        if (!daemon->plane)
+            transport_arena_close(rank->arena_fd, XP_CLOSED);
         close(rank->arena_fd);
         rank->arena_fd = -1;
     }
@@ -178,6 +187,7 @@ static void begin_end(daemon_instance_t *instance, const char *why)
     instance->ending_ns = xp_monotonic_ns();
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         release_arena(instance, r);
+        daemon_kv_leave(instance->daemon, instance->index, r, false);
         daemon_send_stop(instance->ranks[r].participant, xpw_StopPhase_STOP_FINALIZE,
                          instance->daemon->config->deadlines.stop);
     }
@@ -185,6 +195,12 @@ static void begin_end(daemon_instance_t *instance, const char *why)
     instance->healthy_at_ns = 0;
     instance->port = 0;
     memset(&instance->stats, 0, sizeof(instance->stats));
+}
+
+void daemon_instance_end(daemon_instance_t *instance, const char *why)
+{
+    begin_end(instance, why);
+    daemon_instance_refresh(instance);
 }
 
 void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
@@ -203,8 +219,7 @@ void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
         char why[256];
         snprintf(why, sizeof(why), "its arena was not attached: %.200s", attached->error);
         xp_log_err("model %s: %s", configured(instance)->id, why);
-        begin_end(instance, why);
-        daemon_instance_refresh(instance);
+        daemon_instance_end(instance, why);
         return;
     }
     rank->state = RANK_ATTACHED;
@@ -238,6 +253,7 @@ void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t index, cons
     release_arena(instance, index);
     gone->participant = NULL;
     gone->state = RANK_ABSENT;
+    daemon_kv_leave(daemon, instance->index, index, true);
     if (!instance->ending) {
         begin_end(instance, why);
         if (!daemon->failed && daemon->state < DAEMON_QUIESCING)
@@ -258,6 +274,12 @@ static void kill_rank(daemon_instance_t *instance, uint32_t index, const char *w
         snprintf(instance->absence, sizeof(instance->absence), "%s", why);
     daemon_participant_kill(participant);
     daemon_participant_gone(participant);
+}
+
+void daemon_instance_kill(daemon_instance_t *instance, const char *why)
+{
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        kill_rank(instance, r, why);
 }
 
 void daemon_instances_drop_late(daemon_t *daemon)
@@ -285,8 +307,7 @@ void daemon_instances_drop_late(daemon_t *daemon)
                  "its Instance did not pass the initialisation barrier within %g s "
                  "(deadlines.startup; it was %s)",
                  daemon->config->deadlines.startup, daemon_instance_state_name(instance->state));
-        for (uint32_t r = 0; r < instance->rank_count; r++)
-            kill_rank(instance, r, why);
+        daemon_instance_kill(instance, why);
     }
 }
 
@@ -311,7 +332,12 @@ static void admit(daemon_instance_t *instance, uint32_t index)
     admitted->spin_ns = daemon->planned->plan.spin_ns;
     admitted->submission_timeout_ns = daemon->planned->plan.submission_timeout_ns;
     rank->state = RANK_ADMITTED;
-    wire_channel_send(rank->participant->channel, &envelope, NULL, 0);
+    daemon_plane_greet(rank->participant);
+    int kv_fds[3];
+    daemon_kv_admit(daemon, instance->index, index, rank->participant->pid, admitted, kv_fds);
+    /* An engine whose KV Cache is fixed gets no channel. */
+    bool channel = planner_kv_elastic(daemon->planned, configured(instance));
+    wire_channel_send(rank->participant->channel, &envelope, kv_fds, channel ? 3 : 0);
 }
 
 void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello *hello)
@@ -342,7 +368,7 @@ void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello
         return;
     }
     daemon_rank_t *rank = &instance->ranks[hello->rank];
-    if (instance->ending) {
+    if (instance->ending || !daemon_kv_vacant(daemon, instance->index)) {
         daemon_participant_refuse(
             participant, "the former Instance of model %s has not ended yet; try again", model->id);
         return;
@@ -450,7 +476,8 @@ static void on_offer(daemon_instance_t *instance, daemon_participant_t *particip
     daemon_rank_t *rank = &instance->ranks[participant->rank];
     const plan_model_t *model = planned(instance);
     if (rank->state != RANK_ADMITTED || fds->count != 1 || offer->hidden != model->spec.hidden ||
-        offer->max_rows != model->max_rows || offer->dtype != XP_DTYPE_F32) {
+        offer->max_rows != model->max_rows ||
+        offer->dtype != instance->daemon->planned->plan.instances[instance->index].dtype) {
         daemon_participant_violates(participant, "an arena that differs from the plan");
         return;
     }

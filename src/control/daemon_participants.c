@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "control/daemon_kv.h"
 #include "control/daemon_private.h"
 
 #define LAST_WORDS         64                 /* packets read of a process that has died */
@@ -39,6 +40,7 @@ uint32_t daemon_participants_left(const daemon_t *daemon)
 
 void daemon_participant_free(daemon_participant_t *participant)
 {
+    daemon_plane_farewell(participant);
     if (participant->on_death)
         event_free(participant->on_death);
     if (participant->pidfd >= 0)
@@ -305,10 +307,13 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
     }
 }
 
-static void on_agent_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
+static void on_agent_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
+                             wire_descriptors_t *fds)
 {
     daemon_t *daemon = participant->daemon;
     char who[160];
+    if (daemon_plane_message(participant, envelope, fds))
+        return;
     snprintf(who, sizeof(who), "%s %s", wire_role_name(participant->role), participant->name);
     switch (envelope->which_body) {
     case xpw_Envelope_joined_tag:
@@ -325,6 +330,7 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
     case xpw_Envelope_executable_tag:
         participant->executable = true;
         participant->execution = envelope->body.executable;
+        daemon_plane_executable(daemon);
         daemon_advance(daemon);
         break;
     case xpw_Envelope_arena_attached_tag:
@@ -410,6 +416,9 @@ static void on_client_message(daemon_participant_t *participant, const xpw_Envel
     case xpw_Envelope_fail_report_tag:
         daemon_fail(daemon, envelope->body.fail_report.who, envelope->body.fail_report.what);
         break;
+    case xpw_Envelope_kv_ask_tag:
+        daemon_kv_ask(participant, &envelope->body.kv_ask);
+        break;
     default:
         daemon_participant_violates(participant, "a message a client may not send");
     }
@@ -437,7 +446,7 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
         break;
     case xpw_Role_ROLE_ATNAGENT:
     case xpw_Role_ROLE_FFNAGENT:
-        on_agent_message(participant, envelope);
+        on_agent_message(participant, envelope, fds);
         break;
     case xpw_Role_ROLE_GATEWAY:
         on_gateway_message(participant, envelope);

@@ -32,6 +32,8 @@ typedef enum daemon_state {
 } daemon_state_t;
 
 typedef struct daemon daemon_t;
+struct daemon_kv; /* daemon_kv.c: the KV market */
+typedef struct daemon_plane daemon_plane_t; /* daemon_plane.c; only where devices are GPUs */
 
 typedef struct daemon_participant {
     daemon_t *daemon;
@@ -54,7 +56,9 @@ typedef struct daemon_participant {
     char progress_what[96];
     xpw_Executable execution; /* FfnAgent */
     char kernels[16];
-    bool wants_down; /* client waiting for DownDone */
+    bool wants_down;            /* client waiting for DownDone */
+    uint32_t life_index;        /* CUDA: its life word; 0 = none */
+    xpw_PlaneStats plane_stats; /* CUDA: agents */
 } daemon_participant_t;
 
 /* How far one Instance Rank is. */
@@ -118,7 +122,9 @@ struct daemon {
     plan_result_t *planned;
     int plan_fd;
     fabric_descriptors_t descriptors;
-    fabric_t *fabric; /* observer */
+    fabric_t *fabric; /* observer; NULL where devices are GPUs */
+    daemon_plane_t *plane;
+    struct daemon_kv *kv;
     daemon_state_t state;
     bool hand_stopped; /* an agent left while no Instance was there */
     int listener, lock;
@@ -201,6 +207,31 @@ bool daemon_instance_present(const daemon_instance_t *instance); /* any of its r
 void daemon_instance_close_arenas(daemon_instance_t *instance, xp_status_t reason);
 uint64_t daemon_instance_weight_bytes(const daemon_instance_t *instance);
 void daemon_instances_drop_late(daemon_t *daemon); /* past deadlines.startup, or not ending */
+
+/* Kills every process of it; `why` is shown. */
+void daemon_instance_kill(daemon_instance_t *instance, const char *why);
+/* Its ranks are told to end, its arenas are taken back; `why` is shown. */
+void daemon_instance_end(daemon_instance_t *instance, const char *why);
+
+/* daemon_plane.c: nothing of it does anything where devices are CPUs */
+xp_status_t daemon_plane_start(daemon_t *daemon);
+void daemon_plane_stop(daemon_t *daemon);
+void daemon_plane_tick(daemon_t *daemon);
+/* Why the system is not ready, or NULL. */
+const char *daemon_plane_problem(const daemon_t *daemon);
+/* Its life word; before Join or Admitted. */
+void daemon_plane_greet(daemon_participant_t *participant);
+void daemon_plane_farewell(daemon_participant_t *participant);
+/* Of an agent; false: not one of the plane's messages. */
+bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envelope,
+                          wire_descriptors_t *fds);
+void daemon_plane_executable(daemon_t *daemon); /* one more FfnAgent is */
+void daemon_plane_try_attach(daemon_instance_t *instance);
+void daemon_plane_release(daemon_instance_t *instance);
+/* On CPUs from the Fabric arena, on GPUs as the agents have told. */
+void daemon_pe_counters(const daemon_t *daemon, uint32_t pe, fabric_pe_counters_t *counters_out);
+void daemon_instance_counters(const daemon_t *daemon, uint32_t instance, uint64_t *invocations_out,
+                              uint64_t *rows_out);
 
 /* daemon_status.c */
 xp_status_t daemon_status_start(daemon_t *daemon);

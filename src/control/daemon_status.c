@@ -17,6 +17,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "config/address.h"
+#include "control/daemon_kv.h"
 #include "control/daemon_private.h"
 
 #define STATUS_MAX_BODY    1024
@@ -111,7 +112,7 @@ static json_t *failure_json(const daemon_t *daemon)
 static json_t *counters_json(const daemon_t *daemon, uint32_t pe)
 {
     fabric_pe_counters_t c;
-    fabric_counters(daemon->fabric, pe, &c);
+    daemon_pe_counters(daemon, pe, &c);
     return json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "submissions",
                      (json_int_t)c.submissions, "invocations", (json_int_t)c.invocations, "rows",
                      (json_int_t)c.rows, "eager", (json_int_t)c.eager, "long",
@@ -190,7 +191,7 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
     const daemon_participant_t *first = instance->ranks[0].participant;
     const xpw_InstanceStats *s = &instance->stats;
     uint64_t invocations, rows;
-    fabric_instance_counters(daemon->fabric, index, &invocations, &rows);
+    daemon_instance_counters(daemon, index, &invocations, &rows);
     json_t *group = json_array();
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
         if (weights->group & (1u << f))
@@ -199,12 +200,11 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
     json_t *ranks = json_array();
     for (uint32_t r = 0; r < instance->rank_count; r++)
         json_array_append_new(ranks, rank_json(daemon, instance, r));
-    json_t *kv = json_pack(
-        "{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "reserved_bytes", (json_int_t)s->kv_bytes,
-        "page_tokens", (json_int_t)s->page_tokens, "pages", (json_int_t)s->kv_pages, "pages_used",
-        (json_int_t)s->kv_pages_used, "pages_cached", (json_int_t)s->kv_pages_cached,
-        "floor_tokens", (json_int_t)configured->kv_floor_tokens, "ceiling_tokens",
-        (json_int_t)planned->kv_tokens);
+    json_t *kv = json_pack("{s:I, s:I, s:I, s:I, s:I}", "reserved_bytes", (json_int_t)s->kv_bytes,
+                           "page_tokens", (json_int_t)s->page_tokens, "pages",
+                           (json_int_t)s->kv_pages, "pages_used", (json_int_t)s->kv_pages_used,
+                           "pages_cached", (json_int_t)s->kv_pages_cached);
+    json_object_update_new(kv, daemon_kv_model_json(daemon, index));
     json_t *json = json_pack(
         "{s:s, s:s, s:s, s:o, s:s, s:o, s:o, s:i, s:I, s:I, s:I, s:I, s:b, s:o, s:I, s:I, s:i}",
         "id", configured->id, "architecture", planned->spec.architecture_name, "state",
@@ -258,19 +258,21 @@ static json_t *state_json(const daemon_t *daemon)
                                                  daemon->config->atn_count + f));
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
         json_array_append_new(models, model_json(daemon, i));
-    json_t *gateway = json_null();
+    json_t *gateway = json_null(), *state;
     if (daemon->gateway)
         gateway = json_pack("{s:i, s:s, s:i, s:I, s:i, s:I}", "pid", (int)daemon->gateway->pid,
                             "host", daemon->gateway_host, "port", (int)daemon->gateway_port,
                             "requests", (json_int_t)daemon->gateway_stats.requests, "open",
                             (int)daemon->gateway_stats.open, "errors",
                             (json_int_t)daemon->gateway_stats.errors);
-    return json_pack("{s:s, s:I, s:f, s:o, s:o, s:o, s:o, s:o, s:I, s:i}", "version", XPOOL_VERSION,
-                     "generation", (json_int_t)daemon->planned->plan.generation, "uptime_seconds",
-                     (double)(xp_monotonic_ns() - daemon->started_ns) / 1e9, "verdict",
-                     verdict_json(daemon, &verdict), "failure", failure_json(daemon), "agents",
-                     agents, "models", models, "gateway", gateway, "fabric_bytes",
-                     (json_int_t)daemon->planned->fabric_bytes, "pid", (int)getpid());
+    state = json_pack("{s:s, s:I, s:f, s:o, s:o, s:o, s:o, s:o, s:I, s:i}", "version",
+                      XPOOL_VERSION, "generation", (json_int_t)daemon->planned->plan.generation,
+                      "uptime_seconds", (double)(xp_monotonic_ns() - daemon->started_ns) / 1e9,
+                      "verdict", verdict_json(daemon, &verdict), "failure", failure_json(daemon),
+                      "agents", agents, "models", models, "gateway", gateway, "fabric_bytes",
+                      (json_int_t)daemon->planned->fabric_bytes, "pid", (int)getpid());
+    json_object_set_new(state, "kv", daemon_kv_json(daemon));
+    return state;
 }
 
 /* ---- paths ------------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
         metric_head(out, pe_metrics[m].name, pe_metrics[m].kind, pe_metrics[m].help);
         for (uint32_t pe = 0; pe < pes; pe++) {
             fabric_pe_counters_t counters;
-            fabric_counters(daemon->fabric, pe, &counters);
+            daemon_pe_counters(daemon, pe, &counters);
             bool ffn = pe >= daemon->config->atn_count;
             const config_device_t *device =
                 ffn ? &daemon->config->ffn[pe - daemon->config->atn_count]
@@ -366,6 +368,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
         }
     }
 
+    daemon_kv_metrics(daemon, out);
     struct model_metric {
         const char *name, *kind, *help;
     } const model_metrics[] = {
@@ -434,8 +437,8 @@ static const char page[] =
     "table{border-collapse:collapse;margin:1em 0}td,th{padding:.3em .8em;text-align:right;"
     "border-bottom:1px solid #ccc}td:first-child,th:first-child{text-align:left}"
     ".bad{color:#b00}.good{color:#070}</style><h1>CrossPool</h1><p id=verdict></p>"
-    "<ul id=reasons></ul><h2>Models</h2><table id=models></table><h2>Devices</h2>"
-    "<table id=agents></table><script>"
+    "<ul id=reasons></ul><h2>Models</h2><table id=models></table><h2>KV Caches</h2>"
+    "<p id=pools></p><table id=kv></table><h2>Devices</h2><table id=agents></table><script>"
     "const MiB=b=>(b/1048576).toFixed(1);"
     "function row(t,cells,head){const r=t.insertRow();for(const c of cells){"
     "const d=document.createElement(head?'th':'td');d.textContent=c;r.append(d)}}"
@@ -449,6 +452,13 @@ static const char page[] =
     "m.engine.generated_tokens,`${m.kv.pages_used} / ${m.kv.pages_cached} / ${m.kv.pages}`,"
     "MiB(m.attention_weight_bytes),MiB(m.ffn_weight_bytes),m.ttft.p50_ms.toFixed(1),"
     "m.tbt.p50_ms.toFixed(1)]);"
+    "pools.textContent=s.kv.pools.map(p=>`${p.device}: ${MiB(p.charged_bytes)} of "
+    "${MiB(p.bytes)} MiB given out`).join(', ')+`; policy ${s.kv.policy}`;"
+    "kv.replaceChildren();row(kv,['model','state','backed','used','cached','floor','ceiling',"
+    "'backed MiB','waits for','since ms'],1);for(const g of s.kv.groups)row(kv,[g.model+"
+    "(g.dp_rank?' DP '+g.dp_rank:''),g.state,g.backed.tokens,g.used.tokens,g.cached.tokens,"
+    "g.floor.tokens,g.ceiling.tokens,MiB(g.backed.bytes),g.demand?g.demand.tokens:'',"
+    "g.demand?g.demand.age_ms.toFixed(0):'']);"
     "agents.replaceChildren();row(agents,['device','role','registered','threads','Invocations',"
     "'rows','budget MiB','weights MiB'],1);for(const a of s.agents)row(agents,[a.device,a.role,"
     "a.registered?'yes':'no',a.threads,a.counters.invocations,a.counters.rows,"

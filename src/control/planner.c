@@ -10,6 +10,8 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "control/planner_cuda.h"
+#include "control/planner_kv.h"
 #include "control/planner_sglang.h"
 #include "engine/engine.h"
 #include "ffn/ffn.h"
@@ -20,7 +22,6 @@
 /* Longer than one layer's FFN of a small model, so that the waiters of a token in flight stay
  * awake; waking an idle core costs tens of microseconds on a virtual machine. */
 #define PLANNER_SPIN_NS       1000000u
-#define PLANNER_MIN_CONTEXT   128  /* an Instance that cannot hold this many tokens is refused */
 #define PLANNER_LEAST_CONTEXT 16u  /* a configured context below this is a mistake */
 #define PLANNER_CLOCK_STRIDE  4096 /* search nodes between looks at the clock */
 
@@ -129,7 +130,7 @@ xp_status_t planner_place(const uint64_t *bytes, const uint32_t *tp, uint32_t it
 /* ---- ledger -----------------------------------------------------------------------------------
  */
 
-static const char *human(uint64_t bytes, char out[32])
+const char *planner_human(uint64_t bytes, char out[32])
 {
     if (bytes >= (1ull << 30))
         snprintf(out, 32, "%.2f GiB", (double)bytes / (double)(1ull << 30));
@@ -261,6 +262,10 @@ static xp_status_t plan_one_model(const config_t *config, uint32_t index, plan_r
                          model->id, planned->max_context, PLANNER_LEAST_CONTEXT);
         goto done;
     }
+    if (result->cuda) {
+        status = planner_cuda_ledger(config, model, checkpoint, planned, ffn_bytes_out);
+        goto done;
+    }
     ledger_of_rank(config, model, checkpoint, planned);
     status = ffn_install_bytes(&planned->spec, checkpoint, model->dtype, model->ffn_tp_size,
                                ffn_bytes_out);
@@ -269,119 +274,6 @@ static xp_status_t plan_one_model(const config_t *config, uint32_t index, plan_r
 done:
     checkpoint_close(checkpoint);
     return status;
-}
-
-/* ---- KV Cache ---------------------------------------------------------------------------------
- */
-
-static uint32_t ranks_on(const plan_model_t *model, uint32_t device)
-{
-    uint32_t count = 0;
-    for (uint32_t r = 0; r < model->ranks; r++)
-        count += model->rank_atn[r] == device;
-    return count;
-}
-
-/* Gives one attention device's remaining bytes to the ranks on it: in equal parts, none above its
- * ceiling. All ranks of an Instance have the same capacity, so a model keeps the least that any of
- * its devices gives. */
-static xp_status_t divide_device(const config_t *config, plan_result_t *result, uint32_t d)
-{
-    plan_device_t *device = &result->atn[d];
-    uint64_t taken = device->weight_bytes + device->workspace_bytes + device->arena_bytes;
-    char need[32], have[32];
-    if (taken > device->budget_bytes)
-        return xp_fail(XP_NO_MEMORY,
-                       "attention device %s: weights, workspaces and arenas need %s of its %s; "
-                       "raise devices.\"%s\".memory, lower its threads or the models' "
-                       "prefill_rows, or move models to another device",
-                       device->device->name, human(taken, need), human(device->budget_bytes, have),
-                       device->device->name);
-    uint64_t left = device->budget_bytes - taken;
-    bool settled[CONFIG_MAX_MODELS] = {false};
-    uint32_t open = 0;
-    uint64_t tokens[CONFIG_MAX_MODELS] = {0};
-    for (uint32_t m = 0; m < config->model_count; m++)
-        open += ranks_on(&result->models[m], d);
-    /* Whoever's ceiling is below an equal part takes its ceiling; the others share the rest. */
-    for (bool changed = true; changed && open;) {
-        changed = false;
-        uint64_t part = left / open;
-        for (uint32_t m = 0; m < config->model_count; m++) {
-            const plan_model_t *model = &result->models[m];
-            const config_model_t *configured = &config->models[m];
-            uint32_t here = ranks_on(model, d);
-            if (!here || settled[m])
-                continue;
-            uint64_t ceiling = configured->kv_ceiling_tokens
-                                   ? configured->kv_ceiling_tokens
-                                   : (uint64_t)model->max_context * configured->decode_rows;
-            if (ceiling > UINT32_MAX)
-                ceiling = UINT32_MAX;
-            if (ceiling * model->kv_bytes_per_token > part)
-                continue;
-            tokens[m] = ceiling;
-            left -= ceiling * model->kv_bytes_per_token * here;
-            settled[m] = changed = true;
-            open -= here;
-            break;
-        }
-    }
-    for (uint32_t m = 0; m < config->model_count; m++) {
-        plan_model_t *model = &result->models[m];
-        if (!ranks_on(model, d))
-            continue;
-        if (!settled[m])
-            tokens[m] = left / open / model->kv_bytes_per_token;
-        if (tokens[m] < model->kv_tokens)
-            model->kv_tokens = (uint32_t)tokens[m];
-    }
-    return XP_OK;
-}
-
-static xp_status_t check_floor(const config_t *config, const plan_result_t *result, uint32_t m)
-{
-    const plan_model_t *model = &result->models[m];
-    const config_model_t *configured = &config->models[m];
-    const char *device = result->atn[model->rank_atn[0]].device->name;
-    char need[32], have[32];
-    uint32_t floor = configured->kv_floor_tokens > PLANNER_MIN_CONTEXT ? configured->kv_floor_tokens
-                                                                       : PLANNER_MIN_CONTEXT;
-    if (!configured->kv_floor_tokens && floor > model->max_context)
-        floor = model->max_context;
-    if (configured->kv_ceiling_tokens && configured->kv_ceiling_tokens < floor)
-        return xp_fail(XP_INVALID,
-                       "models[%s].kv_ceiling_tokens: %u tokens are below the floor of %u (%s)",
-                       configured->id, configured->kv_ceiling_tokens, floor,
-                       configured->kv_floor_tokens ? "kv_floor_tokens"
-                                                   : "the least an Instance can work with");
-    if (model->kv_tokens < floor)
-        return xp_fail(XP_NO_MEMORY,
-                       "models[%s]: its KV Cache would get %u tokens (%s) of attention "
-                       "device %s, below its floor of %u (%s); raise "
-                       "devices.\"%s\".memory or lower kv_floor_tokens",
-                       configured->id, model->kv_tokens,
-                       human(model->kv_tokens * model->kv_bytes_per_token, have), device, floor,
-                       human(floor * model->kv_bytes_per_token, need), device);
-    return XP_OK;
-}
-
-static xp_status_t plan_kv(const config_t *config, plan_result_t *result)
-{
-    for (uint32_t m = 0; m < config->model_count; m++)
-        result->models[m].kv_tokens = UINT32_MAX;
-    for (uint32_t d = 0; d < config->atn_count; d++)
-        XP_TRY(divide_device(config, result, d));
-    for (uint32_t m = 0; m < config->model_count; m++) {
-        plan_model_t *model = &result->models[m];
-        XP_TRY(check_floor(config, result, m));
-        if (model->max_context > model->kv_tokens)
-            model->max_context = model->kv_tokens;
-        model->kv_bytes = model->kv_tokens * model->kv_bytes_per_token;
-        for (uint32_t r = 0; r < model->ranks; r++)
-            result->atn[model->rank_atn[r]].kv_bytes += model->kv_bytes;
-    }
-    return XP_OK;
 }
 
 static xp_status_t plan_ffn(const config_t *config, plan_result_t *result,
@@ -422,9 +314,12 @@ static xp_status_t plan_ffn(const config_t *config, plan_result_t *result,
     }
     for (uint32_t d = 0; d < config->ffn_count; d++) {
         plan_device_t *device = &result->ffn[d];
-        device->workspace_bytes =
-            ffn_workspace_bytes(device->device->threads, config->scheduler.ffn_concurrency,
-                                max_rows, max_hidden, max_intermediate, max_experts);
+        if (result->cuda)
+            XP_TRY(planner_cuda_workspace(config, result, &device->workspace_bytes));
+        else
+            device->workspace_bytes =
+                ffn_workspace_bytes(device->device->threads, config->scheduler.ffn_concurrency,
+                                    max_rows, max_hidden, max_intermediate, max_experts);
         capacity[d] = device->budget_bytes > device->workspace_bytes
                           ? device->budget_bytes - device->workspace_bytes
                           : 0;
@@ -445,8 +340,8 @@ static xp_status_t plan_ffn(const config_t *config, plan_result_t *result,
                        "%s), and the FFN devices have %s after workspaces; raise "
                        "devices.\"...\".memory, add a device to ffn.devices, or configure fewer "
                        "models",
-                       result->weights_count, human(need, need_text), human(largest, largest_text),
-                       human(have, have_text));
+                       result->weights_count, planner_human(need, need_text), planner_human(largest, largest_text),
+                       planner_human(have, have_text));
     }
     XP_TRY(status);
     for (uint32_t w = 0; w < result->weights_count; w++) {
@@ -512,53 +407,8 @@ xp_status_t planner_make(const config_t *config, uint64_t generation, plan_resul
     result->model_count = config->model_count;
     result->atn_count = config->atn_count;
     result->ffn_count = config->ffn_count;
-    if (strcmp(config->fabric_provider, "auto") != 0 &&
-        strcmp(config->fabric_provider, "shm") != 0) {
-        status = xp_fail(XP_UNSUPPORTED,
-                         "fabric.provider: \"%s\" is not part of this build; it has \"shm\" (and "
-                         "\"auto\", which takes it)",
-                         config->fabric_provider);
-        goto fail;
-    }
-    if (config->ffn_calibration[0]) {
-        status =
-            xp_fail(XP_UNSUPPORTED,
-                    "ffn.device_memory_calibration: CPU devices have an exact ledger, there is "
-                    "nothing to calibrate; remove the setting");
-        goto fail;
-    }
-    for (uint32_t a = 0; a < config->atn_count; a++)
-        for (uint32_t f = 0; f < config->ffn_count; f++)
-            if (strcmp(config->atn[a].name, config->ffn[f].name) == 0) {
-                status =
-                    xp_fail(XP_UNSUPPORTED,
-                            "device %s is in atn.devices and ffn.devices: on the CPU give each "
-                            "role a budget of its own (cpu:0 and cpu:1 may name the same cores)",
-                            config->atn[a].name);
-                goto fail;
-            }
-    for (uint32_t d = 0; d < config->atn_count; d++) {
-        if (config->atn[d].kind != CONFIG_DEVICE_CPU) {
-            status = xp_fail(XP_UNSUPPORTED, "atn.devices: %s: this build has the CPU tier only",
-                             config->atn[d].name);
-            goto fail;
-        }
-        result->atn[d].device = &config->atn[d];
-        result->atn[d].budget_bytes =
-            (uint64_t)((double)config->atn[d].memory_bytes * config->atn_memory_utilization);
-    }
-    for (uint32_t d = 0; d < config->ffn_count; d++) {
-        if (config->ffn[d].kind != CONFIG_DEVICE_CPU) {
-            status = xp_fail(XP_UNSUPPORTED, "ffn.devices: %s: this build has the CPU tier only",
-                             config->ffn[d].name);
-            goto fail;
-        }
-        result->ffn[d].device = &config->ffn[d];
-        result->ffn[d].ffn_role = true;
-        uint64_t memory = config->ffn[d].memory_bytes;
-        result->ffn[d].budget_bytes =
-            memory > config->ffn_extra_margin_bytes ? memory - config->ffn_extra_margin_bytes : 0;
-    }
+    XP_TRY_GOTO(status, fail, planner_check_devices(config, result));
+    XP_TRY_GOTO(status, fail, planner_budgets(config, result));
 
     uint64_t ffn_bytes[CONFIG_MAX_MODELS];
     for (uint32_t m = 0; m < config->model_count; m++) {
@@ -579,11 +429,14 @@ xp_status_t planner_make(const config_t *config, uint64_t generation, plan_resul
             result->weights[result->weights_count++].first_model = m;
         model->weights = w;
     }
-    XP_TRY_GOTO(status, fail, plan_kv(config, result));
+    XP_TRY_GOTO(status, fail, planner_kv(config, result));
     XP_TRY_GOTO(status, fail, plan_ffn(config, result, ffn_bytes));
     fill_fabric_plan(config, generation, result);
+    if (result->cuda)
+        planner_cuda_finish(config, result);
     XP_TRY_GOTO(status, fail, fabric_plan_check(&result->plan, sizeof(result->plan)));
-    XP_TRY_GOTO(status, fail, fabric_shm_bytes(&result->plan, &result->fabric_bytes));
+    if (!result->cuda) /* the stages are in the FFN devices' own memory */
+        XP_TRY_GOTO(status, fail, fabric_shm_bytes(&result->plan, &result->fabric_bytes));
     *result_out = result;
     return XP_OK;
 fail:

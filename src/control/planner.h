@@ -30,7 +30,12 @@ typedef struct plan_model {
     xp_dtype_t dtype;  /* of attention weights and KV Cache in memory; AUTO: as stored (native) */
     uint32_t max_rows; /* of one FFN call of one rank */
     uint32_t max_context; /* tokens one request may have */
-    uint32_t kv_tokens;   /* KV Cache capacity of each rank */
+    /* KV Cache of each rank: between floor and ceiling in whole bundles, each on its rank's device.
+     * kv_tokens and kv_bytes are the ceiling's; floor and ceiling are one where it is not elastic. */
+    bool kv_elastic;
+    uint32_t kv_tokens, kv_floor_tokens;
+    uint32_t kv_page_tokens, kv_bundle_tokens, kv_floor_bundles, kv_ceiling_bundles;
+    uint64_t kv_bundle_bytes;
     /* Of each rank, on its own device. */
     uint64_t kv_bytes_per_token, kv_bytes;
     uint64_t attention_bytes, workspace_bytes, arena_bytes;
@@ -40,11 +45,13 @@ typedef struct plan_device {
     const config_device_t *device;
     bool ffn_role;
     uint64_t budget_bytes; /* memory times utilisation, minus margins */
-    uint64_t weight_bytes, workspace_bytes, kv_bytes, arena_bytes;
+    uint64_t weight_bytes, workspace_bytes, arena_bytes;
+    uint64_t kv_bytes; /* attention: its KV Capacity Pool */
 } plan_device_t;
 
 typedef struct plan_result {
     fabric_plan_t plan;
+    bool cuda;             /* all devices are GPUs (else all are CPUs) */
     uint64_t fabric_bytes; /* the Fabric arena, host memory outside the devices' budgets */
     uint32_t model_count, weights_count, atn_count, ffn_count;
     plan_model_t models[CONFIG_MAX_MODELS];
@@ -59,6 +66,8 @@ void planner_free(plan_result_t *result);
 /* The attention devices of one model's ranks; how many ranks it has. Reads no checkpoint. */
 uint32_t planner_rank_devices(const config_t *config, uint32_t model,
                               uint32_t rank_atn_out[FABRIC_MAX_RANKS]);
+/* "1.5 MiB"; returns `out`. */
+const char *planner_human(uint64_t bytes, char out[32]);
 /* Most rows of one FFN call of one rank. */
 uint32_t planner_max_rows(const config_model_t *model);
 

@@ -200,6 +200,7 @@ enum {
     X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (cuda_stream_t stream, int mode))             \
     X(cuStreamEndCapture, cuStreamEndCapture, (cuda_stream_t stream, cuda_graph_t * graph))        \
     X(cuStreamIsCapturing, cuStreamIsCapturing, (cuda_stream_t stream, int *capturing))            \
+    X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int *mode))           \
     X(cuEventCreate, cuEventCreate, (cuda_event_t * event, unsigned flags))                        \
     X(cuEventDestroy, cuEventDestroy_v2, (cuda_event_t event))                                     \
     X(cuEventRecord, cuEventRecord, (cuda_event_t event, cuda_stream_t stream))                    \

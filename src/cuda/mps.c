@@ -526,6 +526,16 @@ void mps_destroy(mps_t *mps)
     free(mps);
 }
 
+xp_status_t mps_folders(const char *root, const char *name, char pipe_out[PATH_MAX],
+                        char log_out[PATH_MAX])
+{
+    char path[PATH_MAX], folder[PATH_MAX];
+    root_path(root, path);
+    XP_TRY(format_path(folder, path, name));
+    XP_TRY(format_path(pipe_out, folder, "pipe"));
+    return format_path(log_out, folder, "log");
+}
+
 pid_t mps_pid(const mps_t *mps)
 {
     return mps->controller.pid;

@@ -51,6 +51,11 @@ xp_status_t mps_stop(mps_t *mps);
 /* Frees; a controller that was not stopped goes on. Accepts NULL. */
 void mps_destroy(mps_t *mps);
 
+/* Where the clients of the controller `name` below `root` (NULL as above) find it:
+ * CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_LOG_DIRECTORY. Looks at nothing. */
+xp_status_t mps_folders(const char *root, const char *name, char pipe_out[PATH_MAX],
+                        char log_out[PATH_MAX]);
+
 pid_t mps_pid(const mps_t *mps);
 int mps_pidfd(const mps_t *mps); /* borrowed; readable when the controller has died */
 bool mps_adopted(const mps_t *mps);

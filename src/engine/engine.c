@@ -178,6 +178,24 @@ static xp_status_t sync_create(engine_t *engine)
     return XP_OK;
 }
 
+static xp_status_t kv_create(engine_t *engine, uint32_t pages, uint32_t page_tokens)
+{
+    const engine_config_t *config = &engine->config;
+    const model_spec_t *spec = &engine->spec;
+    if (config->kv_rank) {
+        const kv_group_entry_t *group = config->kv_rank->group;
+        XP_TRY(engine_kv_create_elastic(
+            engine->model_id, group->reserved_bundles, group->bundle_tokens / page_tokens,
+            page_tokens, spec->layers, spec->kv_heads, spec->head_dim, config->kv_room_bytes,
+            config->kv_room_context, &engine->kv));
+    } else {
+        XP_TRY(engine_kv_create(engine->model_id, pages, page_tokens, spec->layers, spec->kv_heads,
+                                spec->head_dim, &engine->kv));
+    }
+    XP_TRY(engine_pages_init(pages, page_tokens, &engine->pages));
+    return engine_elastic_open(engine);
+}
+
 static xp_status_t engine_build(engine_t *engine)
 {
     const engine_config_t *config = &engine->config;
@@ -185,15 +203,14 @@ static xp_status_t engine_build(engine_t *engine)
     XP_TRY(sync_create(engine));
     XP_TRY(model_spec_load(config->path, &engine->spec));
     XP_TRY(spec_check(&engine->spec));
+    XP_TRY(engine_elastic_prepare(engine));
     XP_TRY(kv_plan(config, &engine->spec, &page_tokens, &pages, &engine->max_context,
                    &engine->kv_limited));
     xp_status_t status = tokenizer_load(config->path, &engine->tokenizer);
     if (status != XP_OK && status != XP_NOT_FOUND)
         return status;
     XP_TRY(weights_open(engine));
-    XP_TRY(engine_kv_create(engine->model_id, pages, page_tokens, engine->spec.layers,
-                            engine->spec.kv_heads, engine->spec.head_dim, &engine->kv));
-    XP_TRY(engine_pages_init(pages, page_tokens, &engine->pages));
+    XP_TRY(kv_create(engine, pages, page_tokens));
     XP_TRY(xp_pool_create(config->threads ? config->threads : 1, config->cpus, config->cpu_count,
                           &engine->pool));
     engine->max_rows =
@@ -220,7 +237,7 @@ xp_status_t engine_create(const engine_config_t *config, engine_t **engine_out)
     if (!engine)
         return xp_fail(XP_NO_MEMORY, "engine of %s", config->model_id);
     engine->config = *config;
-    engine->kv.fd = engine->event_fd = -1;
+    engine->event_fd = -1;
     engine->home_cpu = config->cpus && config->cpu_count > 0 ? (int32_t)config->cpus[0] : -1;
     snprintf(engine->model_id, sizeof engine->model_id, "%s", config->model_id);
     xp_status_t status = engine_build(engine);
@@ -276,6 +293,7 @@ void engine_destroy(engine_t *engine)
 xp_status_t engine_start(engine_t *engine)
 {
     XP_ASSERT(!engine->started);
+    XP_TRY(engine_elastic_start(engine));
     engine->started = true;
     int error = pthread_create(&engine->thread, NULL, engine_thread_main, engine);
     if (error) {
@@ -316,25 +334,26 @@ const tokenizer_t *engine_tokenizer(const engine_t *engine)
 
 uint32_t engine_max_context(const engine_t *engine)
 {
-    return engine->max_context;
+    return engine_elastic_context(engine);
 }
 
 /* ---- requests -------------------------------------------------------------------------------- */
 
 static xp_status_t prompt_check(const engine_t *engine, const int32_t *ids, uint32_t count)
 {
+    const uint32_t context = engine_elastic_context(engine);
     if (count == 0)
         return xp_fail(XP_INVALID, "the prompt is empty");
-    if (count >= engine->max_context) {
-        if (engine->kv_limited)
+    if (count >= context) {
+        if (engine->kv_limited || context < engine->max_context)
             return xp_fail(XP_INVALID,
                            "the prompt of %u tokens leaves no room for an answer: the KV Cache "
                            "holds %u tokens",
-                           count, engine->max_context);
+                           count, context);
         return xp_fail(XP_INVALID,
                        "the prompt of %u tokens leaves no room for an answer in the context of %u "
                        "tokens",
-                       count, engine->max_context);
+                       count, context);
     }
     for (uint32_t i = 0; i < count; i++)
         if (ids[i] < 0 || (uint32_t)ids[i] >= engine->spec.vocab)
@@ -426,6 +445,13 @@ void engine_cancel(engine_t *engine, uint64_t request)
         engine->cancel_wanted = true;
         wake(engine);
     }
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void engine_kv_look(engine_t *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+    wake(engine);
     pthread_mutex_unlock(&engine->lock);
 }
 

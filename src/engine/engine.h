@@ -15,6 +15,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "kv/rank.h"
 #include "model/checkpoint.h"
 #include "model/spec.h"
 #include "text/tokenizer.h"
@@ -43,6 +44,12 @@ typedef struct engine_config {
     uint64_t kv_bytes;     /* KV Cache budget; 0 = from kv_tokens */
     uint32_t kv_tokens;    /* capacity in tokens when kv_bytes is 0 */
     uint32_t page_tokens;  /* 0 = 16 */
+    /* Elastic KV: this rank's place in the control channel, borrowed; NULL: all of the KV Cache is
+     * there for good. Its geometry replaces kv_bytes, kv_tokens and page_tokens, which say what
+     * addresses are reserved; what has memory follows the daemon's commands. */
+    kv_rank_t *kv_rank;
+    uint64_t (*kv_room_bytes)(void *context); /* see kv_backing_options_t; NULL: not known */
+    void *kv_room_context;
     bool prefix_cache;
     uint32_t queue_limit;        /* waiting requests at most, besides the decode_rows that may run;
                                   * more: XP_RETRY */
@@ -152,6 +159,10 @@ xp_status_t engine_submit(engine_t *engine, const int32_t *ids, uint32_t count,
  * or finished ids are ignored. */
 void engine_cancel(engine_t *engine, uint64_t request);
 
+/* A command may have come by the KV control channel: the engine looks, also when it is asleep. Any
+ * thread. */
+void engine_kv_look(engine_t *engine);
+
 /* One consumer (the HTTP loop): an eventfd that is readable while events wait, and a drain. The
  * event queue is bounded; when it is full the engine pauses, it never drops. */
 int engine_event_fd(const engine_t *engine);
@@ -166,6 +177,11 @@ typedef struct engine_stats {
         kv_pages_cached; /* used by running; held by the prefix cache only */
     uint32_t page_tokens;
     uint64_t kv_bytes, weight_bytes;
+    uint64_t kv_backed_bytes; /* of kv_bytes, what has memory */
+    uint32_t kv_backed_pages; /* that may be handed out */
+    uint64_t kv_moved_pages, kv_evicted_pages, kv_stalls, preemptions;
+    uint64_t kv_grow_failures; /* grants that the system had no memory for */
+    char kv_grow_error[160];   /* the last one's reason */
     uint64_t ttft_sum_ns, ttft_count, tbt_sum_ns, tbt_count;
     double ttft_p50_ms, ttft_p99_ms, tbt_p50_ms, tbt_p99_ms; /* over the last 1024 */
 } engine_stats_t;

@@ -29,6 +29,16 @@ typedef struct engine_latencies {
     uint64_t count, sum_ns; /* since start; the ring holds the last ones */
 } engine_latencies_t;
 
+/* Elastic KV; engine thread. */
+typedef struct engine_elastic {
+    kv_rank_t *rank; /* NULL: not elastic */
+    uint32_t start_bundles;
+    bool open; /* a command is not carried out yet, or not as far as it says */
+    uint64_t last_activity_ns;
+    uint64_t grow_failures;
+    char grow_error[160];
+} engine_elastic_t;
+
 struct engine {
     char model_id[96];
     engine_config_t config; /* pointers in it are not used after create */
@@ -41,6 +51,7 @@ struct engine {
     engine_model_t model;
     engine_scheduler_t scheduler;
     engine_batch_t batch;
+    engine_elastic_t elastic;
     uint32_t max_rows, max_context;
     bool kv_limited;  /* max_context is what the KV Cache holds */
     int32_t home_cpu; /* the engine thread's, member 0 of the team; -1 = any */
@@ -108,6 +119,20 @@ void engine_sequence_end(engine_t *engine, engine_sequence_t *sequence, engine_f
 bool engine_flush_ending(engine_t *engine);
 /* Samples and sends what the batch just computed. */
 void engine_output_batch(engine_t *engine);
+/* elastic.c */
+/* Takes the channel's geometry into the configuration, before anything is sized. */
+xp_status_t engine_elastic_prepare(engine_t *engine);
+/* The KV Cache exists: maps what the first command says and limits the pages to it. */
+xp_status_t engine_elastic_open(engine_t *engine);
+/* The thread is about to run: tells the daemon that commands are carried out from now on. */
+xp_status_t engine_elastic_start(engine_t *engine);
+/* Between steps: takes the newest command and carries out what there is to do, a bounded piece at a
+ * time. True when it got something done. */
+bool engine_elastic_apply(engine_t *engine);
+/* After a step, and before the thread sleeps: usage and demand. */
+void engine_elastic_report(engine_t *engine, uint64_t now_ns);
+/* Tokens one sequence can come to have; any thread. */
+uint32_t engine_elastic_context(const engine_t *engine);
 /* stats.c; publish with the lock held. */
 void engine_latency_add(engine_latencies_t *latencies, uint64_t ns);
 void engine_stats_publish(engine_t *engine);

@@ -85,6 +85,23 @@ static void end_overdue(engine_t *engine, uint64_t now_ns)
     }
 }
 
+/* The ceiling was lowered below what these need: no grant will ever let them in. */
+static void end_impossible(engine_t *engine)
+{
+    engine_scheduler_t *scheduler = &engine->scheduler;
+    const uint32_t context = engine_elastic_context(engine);
+    for (uint32_t i = scheduler->waiting_count; engine->elastic.rank && i-- > 0;) {
+        engine_sequence_t *sequence = scheduler->waiting[i];
+        if (sequence->count <= context)
+            continue;
+        if (sequence->count > sequence->prompt_count)
+            engine_sequence_end(engine, sequence, ENGINE_FINISH_LENGTH, NULL);
+        else
+            engine_sequence_end(engine, sequence, ENGINE_FINISH_ERROR,
+                                "the KV Cache's ceiling was lowered below this prompt's length");
+    }
+}
+
 /* The FFN side is lost: nothing half-computed may reach a client. */
 static void engine_fail(engine_t *engine, xp_status_t status)
 {
@@ -153,12 +170,16 @@ bool engine_iterate(engine_t *engine)
 
     const uint64_t now_ns = xp_clock_now_ns(&engine->config.clock);
     end_overdue(engine, now_ns);
+    end_impossible(engine);
     if (engine->failed)
         end_all(engine, ENGINE_FINISH_ERROR, engine->failure);
     if (stop && now_ns >= engine->stop_deadline_ns)
         end_all(engine, ENGINE_FINISH_ABORT, NULL);
+    engine->batch.rows = 0;
+    done = engine_elastic_apply(engine);
     if (is_live(engine))
-        done = step(engine, now_ns);
+        done |= step(engine, now_ns);
+    engine_elastic_report(engine, now_ns);
 
     pthread_mutex_lock(&engine->lock);
     done |= engine_flush_ending(engine);

@@ -176,7 +176,7 @@ static void apply_token(engine_t *engine, engine_sequence_t *sequence,
     } else if (sequence->stop_string >= 0) {
         engine_sequence_end(engine, sequence, ENGINE_FINISH_STOP, NULL);
     } else if ((sampling->max_new_tokens > 0 && generated >= sampling->max_new_tokens) ||
-               sequence->count >= engine->max_context) {
+               sequence->count >= engine_elastic_context(engine)) {
         engine_sequence_end(engine, sequence, ENGINE_FINISH_LENGTH, NULL);
     }
 }

@@ -23,6 +23,7 @@ xp_status_t engine_scheduler_init(engine_pages_t *pages, bool prefix_cache, uint
                                     .prompt_rows = prompt_rows,
                                     .ttft_ns = ttft_ns,
                                     .tbt_ns = tbt_ns,
+                                    .admit_pages = UINT32_MAX,
                                     .capacity = capacity};
     scheduler.waiting = calloc(capacity, sizeof(engine_sequence_t *));
     scheduler.running = calloc(decode_rows, sizeof(engine_sequence_t *));
@@ -110,13 +111,37 @@ static void preempt(engine_scheduler_t *scheduler, engine_sequence_t *sequence)
     pages_give_back(scheduler, sequence);
     list_remove(scheduler->running, &scheduler->running_count, sequence);
     waiting_insert(scheduler, sequence);
+    sequence->stalled = false;
     sequence->preemptions++;
     scheduler->preemptions++;
 }
 
-/* Sees to it that the page of the sequence's next row exists. False when the sequence itself had to
- * make room. */
-static bool page_ensure(engine_scheduler_t *scheduler, engine_sequence_t *sequence)
+static bool another_runs(const engine_scheduler_t *scheduler, const engine_sequence_t *sequence)
+{
+    for (uint32_t i = 0; i < scheduler->running_count; i++)
+        if (scheduler->running[i] != sequence && !scheduler->running[i]->stalled)
+            return true;
+    return false;
+}
+
+/* A grant may still bring the page that the sequence lacks. */
+static bool may_stall(const engine_scheduler_t *scheduler, const engine_sequence_t *sequence)
+{
+    if (scheduler->pages->live_count >= scheduler->most_pages)
+        return false;
+    if (!sequence->stalled)
+        return true; /* the demand is not out yet */
+    const uint64_t stalled_ns = scheduler->now_ns - sequence->stalled_ns;
+    if (scheduler->refused)
+        return stalled_ns < ENGINE_REFUSED_NS && another_runs(scheduler, sequence);
+    return stalled_ns < scheduler->patience_ns;
+}
+
+typedef enum page_outcome { PAGE_THERE, PAGE_STALLED, PAGE_PREEMPTED } page_outcome_t;
+
+/* Sees to it that the page of the sequence's next row exists. PAGE_PREEMPTED when the sequence
+ * itself had to make room. */
+static page_outcome_t page_ensure(engine_scheduler_t *scheduler, engine_sequence_t *sequence)
 {
     const uint32_t needed = pages_for(scheduler, sequence->computed + 1);
     while (sequence->page_count < needed) {
@@ -125,12 +150,29 @@ static bool page_ensure(engine_scheduler_t *scheduler, engine_sequence_t *sequen
             sequence->pages[sequence->page_count++] = page;
             continue;
         }
+        if (may_stall(scheduler, sequence)) {
+            if (!sequence->stalled) {
+                sequence->stalled_ns = scheduler->now_ns;
+                scheduler->stalls++;
+            }
+            sequence->stalled = true;
+            return PAGE_STALLED;
+        }
         engine_sequence_t *youngest = scheduler->running[scheduler->running_count - 1];
         preempt(scheduler, youngest);
         if (youngest == sequence)
-            return false;
+            return PAGE_PREEMPTED;
     }
-    return true;
+    sequence->stalled = false;
+    return PAGE_THERE;
+}
+
+static uint64_t sequence_deadline(const engine_scheduler_t *scheduler,
+                                  const engine_sequence_t *sequence)
+{
+    if (sequence->count > sequence->prompt_count)
+        return scheduler->tbt_ns ? sequence->last_token_ns + scheduler->tbt_ns : UINT64_MAX;
+    return scheduler->ttft_ns ? sequence->arrival_ns + scheduler->ttft_ns : UINT64_MAX;
 }
 
 /* Prefix-cache hits and pages for all known tokens, or nothing. */
@@ -148,7 +190,15 @@ static bool pages_reserve(engine_scheduler_t *scheduler, engine_sequence_t *sequ
     sequence->computed = matched * pages->page_tokens;
     const uint32_t needed = pages_for(scheduler, sequence->count);
     /* Those who run will each want a page soon; admitting into that margin would only preempt. */
-    if (engine_pages_available(pages) < needed - matched + scheduler->running_count) {
+    const uint32_t more = needed - matched + scheduler->running_count;
+    const uint32_t all = pages->live_count + more;
+    if (engine_pages_available(pages) < more || all > scheduler->admit_pages) {
+        if (all <= scheduler->most_pages)
+            scheduler->prefill_shortage =
+                (engine_shortage_t){.kind = ENGINE_SHORTAGE_PREFILL,
+                                    .pages = all,
+                                    .deadline_ns = sequence_deadline(scheduler, sequence),
+                                    .since_ns = sequence->arrival_ns};
         pages_give_back(scheduler, sequence);
         return false;
     }
@@ -167,8 +217,21 @@ void engine_scheduler_add(engine_scheduler_t *scheduler, engine_sequence_t *sequ
     waiting_insert(scheduler, sequence);
 }
 
+static bool anyone_stalls(const engine_scheduler_t *scheduler)
+{
+    for (uint32_t i = 0; i < scheduler->running_count; i++)
+        if (scheduler->running[i]->stalled)
+            return true;
+    return false;
+}
+
 void engine_scheduler_admit(engine_scheduler_t *scheduler, uint64_t now_ns)
 {
+    scheduler->now_ns = now_ns;
+    /* Pages that come belong to those who stall. */
+    if (scheduler->hold || anyone_stalls(scheduler))
+        return;
+    scheduler->prefill_shortage.kind = ENGINE_SHORTAGE_NONE;
     while (scheduler->waiting_count > 0 && scheduler->running_count < scheduler->max_running) {
         engine_sequence_t *sequence = scheduler->waiting[0];
         /* Strictly in order: a small request that overtakes would starve a large one. */
@@ -178,20 +241,13 @@ void engine_scheduler_admit(engine_scheduler_t *scheduler, uint64_t now_ns)
         list_insert(scheduler->running, &scheduler->running_count, scheduler->max_running,
                     sequence);
         sequence->state = ENGINE_SEQUENCE_RUNNING;
+        sequence->stalled = false;
         if (!sequence->admitted_before) {
             sequence->admitted_before = true;
             sequence->admitted_ns = now_ns;
             sequence->cached_tokens = sequence->computed;
         }
     }
-}
-
-static uint64_t sequence_deadline(const engine_scheduler_t *scheduler,
-                                  const engine_sequence_t *sequence)
-{
-    if (sequence->count > sequence->prompt_count)
-        return scheduler->tbt_ns ? sequence->last_token_ns + scheduler->tbt_ns : UINT64_MAX;
-    return scheduler->ttft_ns ? sequence->arrival_ns + scheduler->ttft_ns : UINT64_MAX;
 }
 
 static void batch_add(const engine_scheduler_t *scheduler, engine_batch_t *batch,
@@ -267,6 +323,26 @@ void engine_scheduler_took(engine_scheduler_t *scheduler, const engine_batch_t *
         scheduler->prefill_row_ns ? (3 * scheduler->prefill_row_ns + row_ns) / 4 : row_ns;
 }
 
+/* The demand of those who stall: a page for each who runs, since they come to need one in turn. */
+static void note_stalls(engine_scheduler_t *scheduler)
+{
+    engine_shortage_t *shortage = &scheduler->decode_shortage;
+    *shortage = (engine_shortage_t){.deadline_ns = UINT64_MAX, .since_ns = UINT64_MAX};
+    for (uint32_t i = 0; i < scheduler->running_count; i++) {
+        const engine_sequence_t *sequence = scheduler->running[i];
+        if (!sequence->stalled)
+            continue;
+        const uint64_t deadline = sequence_deadline(scheduler, sequence);
+        shortage->kind = ENGINE_SHORTAGE_DECODE;
+        if (deadline < shortage->deadline_ns)
+            shortage->deadline_ns = deadline;
+        if (sequence->stalled_ns < shortage->since_ns)
+            shortage->since_ns = sequence->stalled_ns;
+    }
+    const uint32_t pages = scheduler->pages->live_count + scheduler->running_count;
+    shortage->pages = pages < scheduler->most_pages ? pages : scheduler->most_pages;
+}
+
 void engine_scheduler_pick(engine_scheduler_t *scheduler, engine_batch_t *batch)
 {
     batch->count = batch->rows = 0;
@@ -274,13 +350,14 @@ void engine_scheduler_pick(engine_scheduler_t *scheduler, engine_batch_t *batch)
     /* Pages first: a preemption takes from the end of the list, behind the one being served. */
     for (uint32_t i = 0; i < scheduler->running_count; i++) {
         engine_sequence_t *sequence = scheduler->running[i];
-        if (is_decoding(sequence) && !page_ensure(scheduler, sequence))
+        if (is_decoding(sequence) && page_ensure(scheduler, sequence) == PAGE_PREEMPTED)
             break;
     }
+    note_stalls(scheduler);
     uint32_t prompt_rows = scheduler->prompt_rows;
     for (uint32_t i = 0; i < scheduler->running_count; i++) {
         engine_sequence_t *sequence = scheduler->running[i];
-        if (is_decoding(sequence) && batch->rows < scheduler->max_rows)
+        if (is_decoding(sequence) && !sequence->stalled && batch->rows < scheduler->max_rows)
             batch_add(scheduler, batch, sequence, 1);
     }
     const uint32_t decode_rows = batch->rows;
@@ -325,11 +402,44 @@ void engine_scheduler_computed(engine_scheduler_t *scheduler, const engine_batch
     }
 }
 
+engine_shortage_t engine_scheduler_shortage(const engine_scheduler_t *scheduler)
+{
+    if (scheduler->decode_shortage.kind != ENGINE_SHORTAGE_NONE && anyone_stalls(scheduler))
+        return scheduler->decode_shortage;
+    if (scheduler->waiting_count > 0)
+        return scheduler->prefill_shortage;
+    return (engine_shortage_t){.kind = ENGINE_SHORTAGE_NONE};
+}
+
+uint64_t engine_scheduler_earliest_deadline_ns(const engine_scheduler_t *scheduler)
+{
+    uint64_t earliest = UINT64_MAX;
+    for (uint32_t i = 0; i < scheduler->running_count + scheduler->waiting_count; i++) {
+        const engine_sequence_t *sequence = i < scheduler->running_count
+                                                ? scheduler->running[i]
+                                                : scheduler->waiting[i - scheduler->running_count];
+        const uint64_t deadline = sequence_deadline(scheduler, sequence);
+        if (deadline < earliest)
+            earliest = deadline;
+    }
+    return earliest;
+}
+
+void engine_scheduler_rename_pages(engine_scheduler_t *scheduler)
+{
+    for (uint32_t i = 0; i < scheduler->running_count; i++) {
+        engine_sequence_t *sequence = scheduler->running[i];
+        for (uint32_t at = 0; at < sequence->page_count; at++)
+            sequence->pages[at] = engine_pages_moved(scheduler->pages, sequence->pages[at]);
+    }
+}
+
 void engine_scheduler_remove(engine_scheduler_t *scheduler, engine_sequence_t *sequence)
 {
     if (sequence->state == ENGINE_SEQUENCE_WAITING)
         list_remove(scheduler->waiting, &scheduler->waiting_count, sequence);
     else if (sequence->state == ENGINE_SEQUENCE_RUNNING)
         list_remove(scheduler->running, &scheduler->running_count, sequence);
+    sequence->stalled = false;
     pages_give_back(scheduler, sequence);
 }

@@ -6,7 +6,14 @@
  * Waiting requests are admitted in order of arrival, as soon as KV pages for all their tokens can
  * be had. A step carries one row of every decoding sequence, then prefill chunks, earliest SLO
  * deadline first. When a decoding sequence needs a page and none is left, the youngest running
- * sequence goes back to waiting; the oldest is never preempted, so one always gets on.
+ * sequence goes back to waiting; the oldest is preempted only when it is alone, so one always gets
+ * on.
+ *
+ * Where pages can be lent (most_pages), a shortage is first a demand: the sequence stalls, it keeps
+ * its pages, the others go on, and engine_scheduler_shortage() says what would help. It ends in a
+ * preemption after all when no grant can come: when most_pages would be passed; when the demand was
+ * refused, and nobody else runs or it has stalled for ENGINE_REFUSED_NS; when there was neither
+ * grant nor refusal for patience_ns.
  */
 #ifndef XPOOL_ENGINE_SCHEDULER_H
 #define XPOOL_ENGINE_SCHEDULER_H
@@ -19,6 +26,9 @@
 #include "engine/model.h"
 #include "engine/pages.h"
 #include "engine/text.h"
+
+/* How long a refused demand waits for others of this Instance to end. */
+#define ENGINE_REFUSED_NS (100 * XP_NS_PER_MS)
 
 typedef enum engine_sequence_state {
     ENGINE_SEQUENCE_FREE = 0,
@@ -40,6 +50,7 @@ typedef struct engine_sequence {
     /* Engine thread. */
     engine_sequence_state_t state;
     bool admitted_before, counted;
+    bool stalled;      /* running, but its next row has no page */
     uint32_t count;    /* tokens known */
     uint32_t computed; /* of them with K and V in the cache */
     uint32_t *pages;   /* [pages of max_context] */
@@ -48,7 +59,7 @@ typedef struct engine_sequence {
     uint32_t cached_tokens; /* found in the prefix cache at first admission */
     uint32_t prompt_sent;   /* PROMPT events produced */
     uint32_t preemptions;
-    uint64_t admitted_ns, first_token_ns, last_token_ns;
+    uint64_t admitted_ns, first_token_ns, last_token_ns, stalled_ns;
     engine_text_t text;
 
     /* How it ended. */
@@ -57,6 +68,15 @@ typedef struct engine_sequence {
     char error[256];
 } engine_sequence_t;
 
+/* What more pages would do: for a decoding sequence that stalls, or else for the request that waits
+ * first in line. */
+typedef struct engine_shortage {
+    enum { ENGINE_SHORTAGE_NONE = 0, ENGINE_SHORTAGE_PREFILL, ENGINE_SHORTAGE_DECODE } kind;
+    uint32_t pages;       /* that would end it; in all, not in addition */
+    uint64_t deadline_ns; /* UINT64_MAX without an SLO */
+    uint64_t since_ns;    /* arrival, or when it stalled */
+} engine_shortage_t;
+
 typedef struct engine_scheduler {
     engine_pages_t *pages;
     bool prefix_cache;
@@ -64,7 +84,15 @@ typedef struct engine_scheduler {
     uint64_t ttft_ns, tbt_ns;
     engine_sequence_t **waiting, **running; /* each in order of arrival */
     uint32_t waiting_count, running_count, capacity;
-    uint64_t preemptions;
+    uint64_t preemptions, stalls;
+    /* Set by the engine between steps. */
+    uint32_t most_pages;  /* that there can ever be, with what is lent; 0: nothing is lent */
+    uint32_t admit_pages; /* new requests wait while live pages would pass it */
+    uint64_t patience_ns; /* for an answer to a demand */
+    bool refused;         /* the demand reported last cannot be met now */
+    bool hold;            /* nobody is admitted: pages are about to move */
+    uint64_t now_ns;      /* of the last engine_scheduler_admit() */
+    engine_shortage_t decode_shortage, prefill_shortage;
     uint64_t prefill_row_ns; /* what one more prefill row costs a step; 0 = not known yet */
 } engine_scheduler_t;
 
@@ -89,7 +117,7 @@ void engine_batch_fini(engine_batch_t *batch);
 void engine_scheduler_add(engine_scheduler_t *scheduler, engine_sequence_t *sequence);
 /* Waiting to running, while pages and places last. */
 void engine_scheduler_admit(engine_scheduler_t *scheduler, uint64_t now_ns);
-/* Forms the next step's batch; may preempt. An empty batch means that nothing runs. */
+/* Forms the next step's batch; may preempt. An empty batch means that nothing can run. */
 void engine_scheduler_pick(engine_scheduler_t *scheduler, engine_batch_t *batch);
 /* Tells how long the step of this batch took, so that later chunks keep tbt_ns for those who
  * decode. */
@@ -97,6 +125,12 @@ void engine_scheduler_took(engine_scheduler_t *scheduler, const engine_batch_t *
                            uint64_t step_ns);
 /* After the step: the batch's rows are computed; full pages enter the prefix cache. */
 void engine_scheduler_computed(engine_scheduler_t *scheduler, const engine_batch_t *batch);
+/* Of the last admit and pick. */
+engine_shortage_t engine_scheduler_shortage(const engine_scheduler_t *scheduler);
+/* Of all running and waiting sequences; UINT64_MAX: none. */
+uint64_t engine_scheduler_earliest_deadline_ns(const engine_scheduler_t *scheduler);
+/* Page ids have changed (engine_pages_move()): the new ones replace the old in every table. */
+void engine_scheduler_rename_pages(engine_scheduler_t *scheduler);
 /* Takes a sequence out of whatever list it is in and gives its pages back. */
 void engine_scheduler_remove(engine_scheduler_t *scheduler, engine_sequence_t *sequence);
 #endif

@@ -26,9 +26,18 @@ void engine_stats_publish(engine_t *engine)
     stats->waiting = engine->scheduler.waiting_count;
     stats->kv_pages = pages->count;
     stats->kv_pages_cached = pages->idle_count;
-    stats->kv_pages_used = pages->count - pages->free_count - pages->idle_count;
+    stats->kv_pages_used = pages->live_count;
     stats->page_tokens = pages->page_tokens;
     stats->kv_bytes = engine->kv.bytes;
+    stats->kv_backed_bytes =
+        engine_kv_mapped_bundles(&engine->kv) * kv_backing_bundle_bytes(engine->kv.backing);
+    stats->kv_backed_pages = pages->limit;
+    stats->kv_moved_pages = pages->moves;
+    stats->kv_evicted_pages = pages->evictions;
+    stats->kv_stalls = engine->scheduler.stalls;
+    stats->preemptions = engine->scheduler.preemptions;
+    stats->kv_grow_failures = engine->elastic.grow_failures;
+    memcpy(stats->kv_grow_error, engine->elastic.grow_error, sizeof stats->kv_grow_error);
     stats->weight_bytes = engine->weights.bytes;
 }
 

@@ -34,9 +34,14 @@ static xp_status_t plan_check_instance(const fabric_plan_t *plan, uint32_t index
         return xp_fail(XP_INVALID, "Fabric plan: %s has rows of width %u", id, instance->hidden);
     if (instance->layers == 0 || instance->layers > MODEL_MAX_LAYERS)
         return xp_fail(XP_INVALID, "Fabric plan: %s has %u layers", id, instance->layers);
-    if (instance->dtype != XP_DTYPE_F32)
+    if (plan->provider == FABRIC_PROVIDER_SHM && instance->dtype != XP_DTYPE_F32)
         return xp_fail(XP_INVALID, "Fabric plan: %s has activations of dtype %u; shm carries f32",
                        id, instance->dtype);
+    if (plan->provider != FABRIC_PROVIDER_SHM && instance->dtype != XP_DTYPE_BF16 &&
+        instance->dtype != XP_DTYPE_F16)
+        return xp_fail(XP_INVALID,
+                       "Fabric plan: %s has activations of dtype %u; p2p carries bf16 and f16", id,
+                       instance->dtype);
     if (instance->atn_tp == 0 || instance->atn_tp > FABRIC_MAX_RANKS || instance->atn_dp == 0 ||
         instance->atn_dp > FABRIC_MAX_RANKS || fabric_plan_ranks(instance) > FABRIC_MAX_RANKS)
         return xp_fail(XP_INVALID, "Fabric plan: %s has attention TP %u and DP %u", id,
@@ -82,6 +87,8 @@ xp_status_t fabric_plan_check(const fabric_plan_t *plan, uint64_t bytes)
     if (plan->lanes == 0 || plan->lanes > FABRIC_MAX_LANES)
         return xp_fail(XP_INVALID, "Fabric plan with %u Lanes; allowed are 1 to %d", plan->lanes,
                        FABRIC_MAX_LANES);
+    if (plan->provider > FABRIC_PROVIDER_P2P_RELAY)
+        return xp_fail(XP_INVALID, "Fabric plan with unknown provider %u", plan->provider);
     if (plan->policy > FABRIC_POLICY_DEADLINE)
         return xp_fail(XP_INVALID, "Fabric plan with unknown policy %u", plan->policy);
     if (plan->submission_timeout_ns == 0)

@@ -24,6 +24,14 @@
 #define FABRIC_MAX_RANKS     8 /* attention TP x DP of one Instance */
 #define FABRIC_MAX_ROWS      8192
 
+/* SHM: CPU devices, rows of F32. P2P: GPUs of one host (module stage), rows of BF16 or F16, straight
+ * between Instance and FfnAgents; P2P_RELAY: the same by way of the AtnAgents. */
+typedef enum fabric_plan_provider {
+    FABRIC_PROVIDER_SHM = 0,
+    FABRIC_PROVIDER_P2P,
+    FABRIC_PROVIDER_P2P_RELAY,
+} fabric_plan_provider_t;
+
 typedef enum fabric_policy {
     FABRIC_POLICY_FIFO = 0,
     FABRIC_POLICY_RANDOM,
@@ -56,7 +64,7 @@ typedef struct fabric_plan_instance {
     uint32_t weights; /* index of the weight set; ids of one checkpoint share it */
     uint32_t hidden, layers;
     uint32_t max_rows; /* rows of one Transport request, at most */
-    uint32_t dtype;    /* xp_dtype_t of activations; F32 on CPU */
+    uint32_t dtype;    /* xp_dtype_t of activations; F32 on CPU, BF16 or F16 on CUDA */
     uint32_t atn_tp, atn_dp;
     uint32_t rank_atn[FABRIC_MAX_RANKS];    /* AtnAgent index of rank = dp * atn_tp + tp */
     uint32_t delivery;                      /* fabric_delivery_t */
@@ -77,7 +85,7 @@ typedef struct fabric_plan {
     uint32_t spin_ns;               /* bounded spinning before a futex wait; 0 = never spin */
     uint32_t instance_count;
     uint32_t weights_count;
-    uint32_t reserved;
+    uint32_t provider; /* fabric_plan_provider_t */
     fabric_plan_instance_t instances[FABRIC_MAX_INSTANCES];
 } fabric_plan_t;
 

@@ -9,12 +9,12 @@
  */
 #include "ffn/load.h"
 
-#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "ffn/dummy.h"
 #include "kernels/kernels.h"
 
 #define LOAD_BUFFER_BYTES (1u << 20)
@@ -76,15 +76,6 @@ static xp_status_t load_read_item(load_job_t *job, const layout_item_t *item, ui
     return XP_OK;
 }
 
-static uint64_t load_mix(uint64_t z)
-{
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
-/* Uniform weights of variance 1 / columns, which keeps the size of activations. An element's value
- * is a function of its name and place in the whole matrix, so shards of any split fit together. */
 static void load_make_up(load_job_t *job, const layout_item_t *item, uint8_t *out,
                          float *row_buffer)
 {
@@ -92,14 +83,12 @@ static void load_make_up(load_job_t *job, const layout_item_t *item, uint8_t *ou
     uint64_t first_row = item->axis == LAYOUT_ROWS ? (uint64_t)rank * item->rows : 0;
     uint64_t first_column = item->axis == LAYOUT_COLUMNS ? (uint64_t)rank * item->columns : 0;
     size_t row_bytes = xp_dtype_row_bytes(item->dtype, item->columns);
-    float scale = sqrtf(3.0f / (float)item->whole_columns) * 0x1p-31f;
-    uint64_t name = 0x9e3779b97f4a7c15u;
-    for (const char *c = item->name; *c; c++)
-        name = load_mix(name + (uint8_t)*c);
+    float scale = ffn_dummy_scale(item->whole_columns);
+    uint64_t seed = ffn_dummy_seed(item->name);
     for (uint64_t row = 0; row < item->rows && !atomic_load(&job->failed); row++) {
-        uint64_t seed = name + (first_row + row) * item->whole_columns + first_column;
+        uint64_t first = (first_row + row) * item->whole_columns + first_column;
         for (uint32_t k = 0; k < item->columns; k++)
-            row_buffer[k] = scale * (float)(int32_t)load_mix((seed + k) * 0x9e3779b97f4a7c15u);
+            row_buffer[k] = ffn_dummy_value(seed, first + k, scale);
         kernels_convert(XP_DTYPE_F32, row_buffer, item->dtype, out + row * row_bytes,
                         item->columns);
     }

@@ -185,6 +185,9 @@ xpool_status_t xpool_config_model_info(const xpool_config_t *config, const char 
     info.max_rows = plan->max_rows;
     info.max_context = plan->max_context;
     info.kv_tokens = plan->kv_tokens;
+    snprintf(info.device, sizeof(info.device), "%s", config->config->atn[plan->rank_atn[0]].name);
+    info.slo_ttft_ms = model->slo.ttft_ms;
+    info.slo_tbt_ms = model->slo.tbt_ms;
     snprintf(info.architecture, sizeof(info.architecture), "%s", plan->spec.architecture_name);
     snprintf(info.engine, sizeof(info.engine), "%s", config_engine_name(model->engine));
     library_give_struct(&info, sizeof(info), info_out, info_out->struct_bytes);

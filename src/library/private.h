@@ -34,6 +34,18 @@ xp_status_t library_take_struct(const void *from, uint32_t bytes, uint32_t least
 /* Copies as much of `from` as the caller's struct has, keeping its struct_bytes. */
 void library_give_struct(const void *from, size_t size, void *to, uint32_t bytes);
 
+/* The rank's place in the KV control channel; descriptors stay the rank's. */
+typedef struct library_kv_place {
+    int channel_fd, daemon_bell, bell;
+    uint32_t partition;
+    char name[96]; /* of the memory */
+} library_kv_place_t;
+/* XP_UNSUPPORTED: the daemon gave it none. */
+xp_status_t library_rank_kv_place(const xpool_rank_t *rank, library_kv_place_t *place_out);
+/* What xpool_kv_open() does when the place is known. */
+xp_status_t library_kv_open(const library_kv_place_t *place, uint64_t token_bytes,
+                            xpool_kv_t **kv_out);
+
 /* Size of a struct up to and with `member`: what the first release had. */
 #define LIBRARY_BYTES_TO(type, member)                                                             \
     ((uint32_t)(offsetof(type, member) + sizeof(((type *)0)->member)))

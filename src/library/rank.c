@@ -22,6 +22,7 @@
 #include "control/participant.h"
 #include "fabric/plan.h"
 #include "library/convert.h"
+#include "library/device.h"
 #include "library/private.h"
 #include "model/digest.h"
 #include "observe/observe.h"
@@ -30,6 +31,9 @@
 #define STATS_PERIOD_MS 500
 /* Between the close of the arena and the words for it lie one message and one wake. */
 #define FAILURE_TEXT_WAIT_NS (2 * XP_NS_PER_S)
+#define KV_DESCRIPTORS       3 /* that travel with Admitted */
+#define LOOK_PERIOD_MS       100
+#define LOOK_LIMIT_NS        (50 * XP_NS_PER_MS)
 #define CLOSE_POLL_NS        (1 * XP_NS_PER_MS)
 #define CLOSE_WAIT_NS        (5 * XP_NS_PER_S) /* for a call in flight, whose arena is closed */
 
@@ -48,14 +52,17 @@ struct xpool_rank {
     bool has_thread;
     struct event_base *base;
     participant_t *participant;
-    struct event *on_wake, *on_stats;
+    struct event *on_wake, *on_stats, *on_look;
     uint64_t weight_bytes, kv_bytes;
     uint32_t told; /* kinds of end that on_end has been told, a bit each */
     /* Written by the loop thread before `admitted`, constant afterwards. */
-    transport_client_t *client;
+    transport_client_t *client; /* on a CPU device */
+    library_device_t *device;   /* on a GPU; set by open, constant afterwards */
     observe_t *observe;
     uint32_t max_rows;
     uint64_t patience_ns;
+    wire_descriptors_t kv_fds; /* channel, the daemon's bell, this rank's bell; none: no account */
+    uint32_t kv_partition;
 
     pthread_mutex_t lock; /* of everything down to `failure` */
     pthread_cond_t changed;
@@ -83,13 +90,20 @@ static void tell_engine(xpool_rank_t *rank, xpool_end_t end, uint32_t seconds, c
     rank->on_end(rank->context, end, seconds, text);
 }
 
+/* Ends whoever waits in the arena. */
+static void close_arena(xpool_rank_t *rank, xp_status_t reason)
+{
+    if (rank->device)
+        library_device_close(rank->device, reason);
+    else if (rank->client)
+        transport_arena_close(transport_client_fd(rank->client), reason);
+}
+
 /* Before anybody who waits in the arena is woken, the daemon's Failure may not have come: those
  * wait a moment for `on_ended`. */
 static void on_failed(void *context)
 {
-    xpool_rank_t *rank = context;
-    if (rank->client)
-        transport_arena_close(transport_client_fd(rank->client), XP_FATAL);
+    close_arena(context, XP_FATAL);
 }
 
 static void on_ended(void *context, xp_status_t how, const char *text)
@@ -150,11 +164,66 @@ static void fail_rank(xpool_rank_t *rank, const char *reason)
         tell_engine(rank, XPOOL_END_FAILED, 0, text);
 }
 
-static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted)
+static void take_kv_place(xpool_rank_t *rank, const xpw_Admitted *admitted, wire_descriptors_t *fds)
+{
+    for (uint32_t i = 0; i < KV_DESCRIPTORS && fds->count >= KV_DESCRIPTORS; i++)
+        rank->kv_fds.fds[rank->kv_fds.count++] = wire_descriptors_take(fds, i);
+    rank->kv_partition = admitted->kv_partition;
+}
+
+static void offer_arena(xpool_rank_t *rank, const xpw_ArenaOffer *offer, int fd)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_offer_tag};
+    envelope.body.arena_offer = *offer;
+    participant_send(rank->participant, &envelope, &fd, 1);
+    pthread_mutex_lock(&rank->lock);
+    rank->admitted = true;
+    pthread_cond_broadcast(&rank->changed);
+    pthread_mutex_unlock(&rank->lock);
+}
+
+static void on_admitted_device(xpool_rank_t *rank, const xpw_Admitted *admitted)
+{
+    xpw_ArenaOffer offer = xpw_ArenaOffer_init_zero;
+    int fd;
+    uint64_t patience_ns = fabric_plan_caller_patience_ns(admitted->submission_timeout_ns);
+    if (library_device_use(rank->device) != XP_OK ||
+        library_device_admit(rank->device, admitted, rank->rank, patience_ns, &offer, &fd) !=
+            XP_OK) {
+        fail_rank(rank, xp_error_last()->text);
+        return;
+    }
+    rank->max_rows = admitted->max_rows;
+    rank->patience_ns = patience_ns;
+    struct timeval period = {.tv_usec = LOOK_PERIOD_MS * 1000};
+    event_add(rank->on_look, &period);
+    offer_arena(rank, &offer, fd);
+    close(fd);
+}
+
+/* What kernels of the engine's streams met, told to an engine that does not ask. */
+static void on_look(evutil_socket_t fd, short events, void *context)
+{
+    xpool_rank_t *rank = context;
+    xp_status_t status = library_device_finish(rank->device, xp_monotonic_ns() + LOOK_LIMIT_NS);
+    if (status == XP_OK || status == XP_RETRY)
+        return;
+    event_del(rank->on_look);
+    /* An end that somebody else brought about: its words come by the daemon. */
+    if (status != XP_CLOSED && status != XP_FATAL && status != XP_CANCELLED)
+        fail_rank(rank, xp_error_last()->text);
+}
+
+static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted, wire_descriptors_t *fds)
 {
     uint32_t dp_size = admitted->dp_size ? admitted->dp_size : 1;
     if (rank->client || admitted->hidden != rank->hidden || dp_size != rank->atn_dp) {
         fail_rank(rank, "the daemon's Admitted does not match the workload that it accepted");
+        return;
+    }
+    if (rank->device) {
+        take_kv_place(rank, admitted, fds);
+        on_admitted_device(rank, admitted);
         return;
     }
     transport_geometry_t geometry = {.hidden = admitted->hidden,
@@ -171,18 +240,24 @@ static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted)
     }
     observe_name_instance(rank->observe, admitted->instance, rank->model_id);
     transport_client_observe(rank->client, rank->observe, admitted->instance, rank->rank);
+    take_kv_place(rank, admitted, fds);
     rank->max_rows = admitted->max_rows;
     rank->patience_ns = fabric_plan_caller_patience_ns(admitted->submission_timeout_ns);
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_offer_tag};
-    envelope.body.arena_offer.hidden = geometry.hidden;
-    envelope.body.arena_offer.max_rows = geometry.max_rows;
-    envelope.body.arena_offer.dtype = (uint32_t)geometry.dtype;
-    int fd = transport_client_fd(rank->client);
-    participant_send(rank->participant, &envelope, &fd, 1);
-    pthread_mutex_lock(&rank->lock);
-    rank->admitted = true;
-    pthread_cond_broadcast(&rank->changed);
-    pthread_mutex_unlock(&rank->lock);
+    xpw_ArenaOffer offer = {.hidden = geometry.hidden,
+                            .max_rows = geometry.max_rows,
+                            .dtype = (uint32_t)geometry.dtype};
+    offer_arena(rank, &offer, transport_client_fd(rank->client));
+}
+
+/* The AtnAgent's doorbell; on a GPU nobody is to be woken. */
+static bool take_attached(xpool_rank_t *rank, const xpw_Envelope *envelope,
+                          const wire_descriptors_t *fds)
+{
+    if (rank->device)
+        return rank->admitted;
+    return rank->client && fds->count == 1 &&
+           transport_client_set_doorbell(rank->client, fds->fds[0],
+                                         envelope->body.attached.atn_pe) == XP_OK;
 }
 
 static void on_message(void *context, const xpw_Envelope *envelope, wire_descriptors_t *fds)
@@ -190,12 +265,21 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
     xpool_rank_t *rank = context;
     switch (envelope->which_body) {
     case xpw_Envelope_admitted_tag:
-        on_admitted(rank, &envelope->body.admitted);
+        on_admitted(rank, &envelope->body.admitted, fds);
+        return;
+    case xpw_Envelope_device_plane_tag:
+        if (!rank->device || library_device_use(rank->device) != XP_OK ||
+            library_device_plane(rank->device, &envelope->body.device_plane, fds) != XP_OK)
+            fail_rank(rank, rank->device ? xp_error_last()->text
+                                         : "the daemon's plan is for GPUs, this process's is not");
+        return;
+    case xpw_Envelope_stage_grant_tag:
+        if (rank->device &&
+            library_device_stage(rank->device, &envelope->body.stage_grant, fds) != XP_OK)
+            fail_rank(rank, xp_error_last()->text);
         return;
     case xpw_Envelope_attached_tag:
-        if (!rank->client || rank->attached || fds->count != 1 ||
-            transport_client_set_doorbell(rank->client, fds->fds[0],
-                                          envelope->body.attached.atn_pe) != XP_OK) {
+        if (rank->attached || !take_attached(rank, envelope, fds)) {
             fail_rank(rank, "the daemon's Attached came out of order");
             return;
         }
@@ -310,7 +394,10 @@ static void rank_free(xpool_rank_t *rank)
 {
     participant_destroy(rank->participant);
     transport_client_destroy(rank->client);
+    library_device_destroy(rank->device);
     observe_close(rank->observe);
+    if (rank->on_look)
+        event_free(rank->on_look);
     if (rank->on_wake)
         event_free(rank->on_wake);
     if (rank->on_stats)
@@ -319,6 +406,7 @@ static void rank_free(xpool_rank_t *rank)
         event_base_free(rank->base);
     if (rank->wake_fd >= 0)
         close(rank->wake_fd);
+    wire_descriptors_close(&rank->kv_fds);
     pthread_cond_destroy(&rank->changed);
     pthread_mutex_destroy(&rank->lock);
     free(rank);
@@ -350,6 +438,13 @@ static xp_status_t check_options(const xpool_config_t *config, const xpool_rank_
                        options->dtype);
     *model_out = model;
     return XP_OK;
+}
+
+static bool on_gpu(const config_t *config, const config_model_t *model, uint32_t rank)
+{
+    uint32_t devices[FABRIC_MAX_RANKS];
+    planner_rank_devices(config, (uint32_t)(model - config->models), devices);
+    return config->atn[devices[rank]].kind == CONFIG_DEVICE_CUDA;
 }
 
 static xp_status_t fill_workload(const xpool_rank_options_t *options, xpw_Workload *workload)
@@ -397,8 +492,10 @@ static xp_status_t make_rank(const config_t *config, const xpool_rank_options_t 
     if (rank->base && rank->wake_fd >= 0) {
         rank->on_wake = event_new(rank->base, rank->wake_fd, EV_READ | EV_PERSIST, on_wake, rank);
         rank->on_stats = event_new(rank->base, -1, EV_PERSIST, on_stats, rank);
+        rank->on_look = event_new(rank->base, -1, EV_PERSIST, on_look, rank);
     }
-    if (!rank->on_wake || !rank->on_stats || event_add(rank->on_wake, NULL) != 0) {
+    if (!rank->on_wake || !rank->on_stats || !rank->on_look ||
+        event_add(rank->on_wake, NULL) != 0) {
         rank_free(rank);
         return xp_fail(XP_NO_MEMORY, "no memory for an Instance Rank's event loop");
     }
@@ -474,6 +571,8 @@ xpool_status_t xpool_rank_open(const xpool_config_t *config, const xpool_rank_op
     XP_TRY_GOTO(status, fail, check_options(config, &options, &model));
     XP_TRY_GOTO(status, fail, fill_workload(&options, &workload));
     XP_TRY_GOTO(status, fail, make_rank(config->config, &options, &rank));
+    if (on_gpu(config->config, model, options.rank))
+        XP_TRY_GOTO(status, fail, library_device_create((int)options.device, &rank->device));
     uint64_t deadline_ns = seconds_from_now(config->config->deadlines.registration);
     participant_handlers_t handlers = {.message = on_message,
                                        .stop = on_stop,
@@ -508,7 +607,7 @@ void xpool_rank_close(xpool_rank_t *rank)
     if (!rank || rank->pid != getpid() || pthread_equal(rank->thread, pthread_self()))
         return;
     /* Ends a call in flight, which then leaves the arena before it goes. */
-    transport_arena_close(transport_client_fd(rank->client), XP_CLOSED);
+    close_arena(rank, XP_CLOSED);
     stop_loop(rank);
     uint64_t deadline_ns = xp_monotonic_ns() + CLOSE_WAIT_NS;
     while (atomic_exchange(&rank->busy, true)) {
@@ -527,6 +626,21 @@ static xp_status_t check_rank(const xpool_rank_t *rank, const void *argument, co
     if (!rank || !argument)
         return xp_fail(XP_INVALID, "%s needs its arguments", what);
     return library_check_process(rank->pid);
+}
+
+xp_status_t library_rank_kv_place(const xpool_rank_t *rank, library_kv_place_t *place_out)
+{
+    XP_TRY(library_check_process(rank->pid));
+    if (rank->kv_fds.count != KV_DESCRIPTORS)
+        return xp_fail(XP_UNSUPPORTED, "the daemon keeps no account of the KV Cache of %s",
+                       rank->model_id);
+    *place_out = (library_kv_place_t){.channel_fd = rank->kv_fds.fds[0],
+                                      .daemon_bell = rank->kv_fds.fds[1],
+                                      .bell = rank->kv_fds.fds[2],
+                                      .partition = rank->kv_partition};
+    snprintf(place_out->name, sizeof(place_out->name), "xpool-kv:%s.%u", rank->model_id,
+             rank->rank);
+    return XP_OK;
 }
 
 xpool_status_t xpool_rank_wait_executable(xpool_rank_t *rank, double timeout_seconds)
@@ -615,7 +729,7 @@ static xp_status_t check_call(const xpool_rank_t *rank, const xpool_ffn_call_t *
                        call->execution);
     if (call->rows && (!call->input || !call->output))
         return xp_fail(XP_INVALID, "%u rows without input or output", call->rows);
-    if (rank->atn_dp == 1)
+    if (rank->atn_dp == 1 || (rank->device && call->live_on_device))
         return XP_OK;
     if (!call->dp_rows)
         return xp_fail(XP_INVALID, "attention DP of %u ranks needs dp_rows", rank->atn_dp);
@@ -645,7 +759,7 @@ static xp_status_t canonical_failure(xpool_rank_t *rank, const char *met)
 /* The answer did not come in time: the daemon learns it, and this rank is over. */
 static xp_status_t give_up(xpool_rank_t *rank, uint32_t layer)
 {
-    transport_arena_close(transport_client_fd(rank->client), XP_FATAL);
+    close_arena(rank, XP_FATAL);
     pthread_mutex_lock(&rank->lock);
     if (rank->ended != XPOOL_END_FAILED) {
         rank->ended = XPOOL_END_FAILED;
@@ -690,8 +804,23 @@ static xp_status_t carry(xpool_rank_t *rank, const xpool_ffn_call_t *call)
     return transport_client_take(client, &tensor);
 }
 
+/* Queued: how it ends is for xpool_rank_finish(). */
+static xp_status_t queue_ffn(xpool_rank_t *rank, const xpool_ffn_call_t *call)
+{
+    xp_status_t status = library_device_ffn(rank->device, call);
+    atomic_fetch_add_explicit(&rank->calls, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&rank->rows, call->rows, memory_order_relaxed);
+    if (call->layer == 0)
+        atomic_fetch_add_explicit(&rank->steps, 1, memory_order_relaxed);
+    if (status == XP_FATAL)
+        return canonical_failure(rank, xp_error_last()->text);
+    return status;
+}
+
 static xp_status_t ffn(xpool_rank_t *rank, const xpool_ffn_call_t *call)
 {
+    if (rank->device)
+        return queue_ffn(rank, call);
     xp_status_t status = carry(rank, call);
     transport_stats_t stats;
     transport_client_stats(rank->client, &stats);
@@ -729,6 +858,44 @@ xpool_status_t xpool_rank_ffn(xpool_rank_t *rank, const xpool_ffn_call_t *given)
         return library_status(xp_fail(XP_RETRY, "another thread is in a call of this rank"));
     status = ffn(rank, &call);
     atomic_store_explicit(&rank->busy, false, memory_order_release);
+    return library_status(status);
+}
+
+static xp_status_t check_device(const xpool_rank_t *rank, const char *what)
+{
+    XP_TRY(check_rank(rank, rank, what));
+    if (!rank->device)
+        return xp_fail(XP_UNSUPPORTED, "%s is for ranks on a GPU; this one is on a CPU device",
+                       what);
+    if (!atomic_load_explicit(&((xpool_rank_t *)(uintptr_t)rank)->executable, memory_order_acquire))
+        return xp_fail(XP_RETRY, "not executable yet: call xpool_rank_wait_executable first");
+    return XP_OK;
+}
+
+xpool_status_t xpool_rank_live(xpool_rank_t *rank, const xpool_live_t *given, uint64_t *record_out)
+{
+    xpool_live_t live;
+    xp_status_t status = check_device(rank, "xpool_rank_live");
+    if (status == XP_OK && given)
+        status =
+            library_take_struct(given, given->struct_bytes, LIBRARY_BYTES_TO(xpool_live_t, stream),
+                                "xpool_live_t", &live, sizeof(live));
+    if (status == XP_OK)
+        status = library_device_live(rank->device, given ? &live : NULL, record_out);
+    return library_status(status);
+}
+
+xpool_status_t xpool_rank_finish(xpool_rank_t *rank, double timeout_seconds)
+{
+    xp_status_t status = check_device(rank, "xpool_rank_finish");
+    if (status == XP_OK && !(timeout_seconds >= 0 && timeout_seconds <= 1e6))
+        status = xp_fail(XP_INVALID, "a timeout of %g seconds", timeout_seconds);
+    if (status == XP_OK)
+        status = library_device_finish(rank->device, seconds_from_now(timeout_seconds));
+    if (status == XP_RETRY)
+        status = xp_fail(XP_RETRY, "the device did not tell within %g s", timeout_seconds);
+    if (status == XP_FATAL)
+        status = canonical_failure(rank, xp_error_last()->text);
     return library_status(status);
 }
 

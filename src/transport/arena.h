@@ -33,8 +33,19 @@ static inline uint64_t transport_arena_output_offset(const transport_geometry_t 
 {
     return MAILBOX_HEADER_BYTES + transport_area_bytes(geometry);
 }
+static inline uint64_t transport_partial_bytes(const transport_geometry_t *geometry)
+{
+    uint64_t bytes = (uint64_t)geometry->max_rows * geometry->hidden * sizeof(float);
+    return (bytes + MAILBOX_HEADER_BYTES - 1) / MAILBOX_HEADER_BYTES * MAILBOX_HEADER_BYTES;
+}
+/* Of the areas for Direct Partial; 0 where there is none. */
+static inline uint64_t transport_arena_partial_offset(const transport_geometry_t *geometry)
+{
+    return geometry->partials ? MAILBOX_HEADER_BYTES + 2 * transport_area_bytes(geometry) : 0;
+}
 static inline uint64_t transport_arena_bytes(const transport_geometry_t *geometry)
 {
-    return MAILBOX_HEADER_BYTES + 2 * transport_area_bytes(geometry);
+    return MAILBOX_HEADER_BYTES + 2 * transport_area_bytes(geometry) +
+           geometry->partials * transport_partial_bytes(geometry);
 }
 #endif

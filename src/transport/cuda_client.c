@@ -39,18 +39,10 @@ static cuda_address_t client_live_record(const transport_cuda_client_t *client)
 static xp_status_t client_start(transport_cuda_client_t *client)
 {
     const transport_geometry_t *geometry = &client->geometry;
-    mailbox_arena_t header = {
-        .magic = MAILBOX_MAGIC,
-        .abi = MAILBOX_ABI,
-        .bytes = transport_arena_bytes(geometry),
-        .hidden = geometry->hidden,
-        .max_rows = geometry->max_rows,
-        .dtype = (uint32_t)geometry->dtype,
-        .dp_size = geometry->dp_size,
-        .input_offset = transport_arena_input_offset(geometry),
-        .output_offset = transport_arena_output_offset(geometry),
-    };
+    mailbox_arena_t header = transport_cuda_header(geometry);
     const cuda_driver_t *driver = client->device->driver;
+    XP_TRY(CUDA_CALL(driver, cuMemsetD8Async, client->arena.address, 0, MAILBOX_HEADER_BYTES,
+                     client->control.stream));
     XP_TRY(CUDA_CALL(driver, cuMemsetD8Async, client->memory, 0, CLIENT_PRIVATE,
                      client->control.stream));
     void *parameters[] = {&client->arena.address, &header};
@@ -108,6 +100,14 @@ xp_status_t transport_cuda_client_export(const transport_cuda_client_t *client, 
     return cuda_vmm_export(client->device, client->arena.handle, fd_out);
 }
 
+transport_cuda_parts_t transport_cuda_client_parts(const transport_cuda_client_t *client)
+{
+    return (transport_cuda_parts_t){.arena = client->arena.address,
+                                    .state = client->memory,
+                                    .life_word = client->life_word,
+                                    .limit_ns = client->limit_ns};
+}
+
 cuda_address_t transport_cuda_client_live(const transport_cuda_client_t *client)
 {
     return client_live_record(client);
@@ -158,6 +158,22 @@ static xp_status_t client_check_layer(uint32_t layer)
     return layer < MAILBOX_LAYER_LIMIT ? XP_OK
                                        : xp_fail(XP_INVALID, "layer %u is past the limit of %u",
                                                  layer, MAILBOX_LAYER_LIMIT);
+}
+
+xp_status_t transport_cuda_client_check(const transport_cuda_client_t *client, uint32_t layer,
+                                        const transport_tensor_t *input,
+                                        const transport_tensor_t *output)
+{
+    XP_TRY(client_check_open(client));
+    XP_TRY(client_check_layer(layer));
+    if (input)
+        XP_TRY(client_check_tensor(client, input, "input"));
+    if (output)
+        XP_TRY(client_check_tensor(client, output, "output"));
+    if (input && output && input->rows != output->rows)
+        return xp_fail(XP_INVALID, "output tensor has %llu rows, the input %llu",
+                       (unsigned long long)output->rows, (unsigned long long)input->rows);
+    return XP_OK;
 }
 
 static uint32_t blocks_for(uint64_t bytes)

@@ -31,6 +31,46 @@ xp_status_t transport_cuda_geometry_check(const transport_geometry_t *geometry, 
     if (geometry->dp_size == 0 || geometry->dp_size > MAILBOX_MAX_DP)
         return xp_fail(status, "attention DP of %u ranks; allowed are 1 to %d", geometry->dp_size,
                        MAILBOX_MAX_DP);
+    if (geometry->partials > MAILBOX_MAX_PARTIALS)
+        return xp_fail(status, "%u areas for partials; allowed are 0 to %d", geometry->partials,
+                       MAILBOX_MAX_PARTIALS);
+    return XP_OK;
+}
+
+mailbox_arena_t transport_cuda_header(const transport_geometry_t *geometry)
+{
+    return (mailbox_arena_t){
+        .magic = MAILBOX_MAGIC,
+        .abi = MAILBOX_ABI,
+        .bytes = transport_arena_bytes(geometry),
+        .hidden = geometry->hidden,
+        .max_rows = geometry->max_rows,
+        .dtype = (uint32_t)geometry->dtype,
+        .dp_size = geometry->dp_size,
+        .input_offset = transport_arena_input_offset(geometry),
+        .output_offset = transport_arena_output_offset(geometry),
+        .partial_offset = transport_arena_partial_offset(geometry),
+        .partials = geometry->partials,
+    };
+}
+
+xp_status_t transport_cuda_header_check(const mailbox_arena_t *header,
+                                        const transport_geometry_t *expected)
+{
+    if (header->magic != MAILBOX_MAGIC)
+        return xp_fail(XP_PEER, "descriptor is no Transport arena (magic %#x)", header->magic);
+    if (header->abi != MAILBOX_ABI)
+        return xp_fail(XP_PEER, "Transport arena has ABI %u, this build %u", header->abi,
+                       MAILBOX_ABI);
+    if (header->hidden != expected->hidden || header->max_rows != expected->max_rows ||
+        header->dtype != (uint32_t)expected->dtype || header->dp_size != expected->dp_size ||
+        header->partials != expected->partials)
+        return xp_fail(XP_PEER,
+                       "Transport arena is %u x %u, dtype %u, DP %u, %u partials; planned are %u x "
+                       "%u, dtype %u, DP %u, %u partials",
+                       header->max_rows, header->hidden, header->dtype, header->dp_size,
+                       header->partials, expected->max_rows, expected->hidden,
+                       (unsigned)expected->dtype, expected->dp_size, expected->partials);
     return XP_OK;
 }
 

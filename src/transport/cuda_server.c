@@ -85,25 +85,6 @@ fail:
     return status;
 }
 
-static xp_status_t server_check_header(const mailbox_arena_t *header,
-                                       const transport_geometry_t *expected)
-{
-    if (header->magic != MAILBOX_MAGIC)
-        return xp_fail(XP_PEER, "descriptor is no Transport arena (magic %#x)", header->magic);
-    if (header->abi != MAILBOX_ABI)
-        return xp_fail(XP_PEER, "Transport arena has ABI %u, this build %u", header->abi,
-                       MAILBOX_ABI);
-    if (header->hidden != expected->hidden || header->max_rows != expected->max_rows ||
-        header->dtype != (uint32_t)expected->dtype || header->dp_size != expected->dp_size)
-        return xp_fail(
-            XP_PEER,
-            "Transport arena is %u x %u, dtype %u, DP %u; planned are %u x %u, dtype %u, "
-            "DP %u",
-            header->max_rows, header->hidden, header->dtype, header->dp_size, expected->max_rows,
-            expected->hidden, (unsigned)expected->dtype, expected->dp_size);
-    return XP_OK;
-}
-
 /* Polls until the slot's warp has answered the last order with `wanted`, or has dropped the arena.
  */
 static xp_status_t server_await(transport_cuda_server_t *server, uint32_t slot, uint32_t wanted,
@@ -128,6 +109,18 @@ static xp_status_t server_await(transport_cuda_server_t *server, uint32_t slot, 
     }
 }
 
+xp_status_t transport_cuda_server_next(const transport_cuda_server_t *server, uint32_t *slot_out)
+{
+    uint32_t slot = 0;
+    while (slot < server->slots && server->arenas[slot].handle)
+        slot++;
+    if (slot == server->slots)
+        return xp_fail(XP_NO_MEMORY, "all %u slots of cuda:%d have an Instance Rank", server->slots,
+                       server->device->ordinal);
+    *slot_out = slot;
+    return XP_OK;
+}
+
 xp_status_t transport_cuda_server_attach(transport_cuda_server_t *server, int arena_fd,
                                          const transport_geometry_t *expected, uint32_t life_index,
                                          uint64_t deadline_ns, uint32_t *slot_out)
@@ -135,12 +128,8 @@ xp_status_t transport_cuda_server_attach(transport_cuda_server_t *server, int ar
     XP_TRY(transport_cuda_geometry_check(expected, XP_INVALID));
     if (life_index >= LIFE_WORDS)
         return xp_fail(XP_INVALID, "life word %u; there are %d", life_index, LIFE_WORDS);
-    uint32_t slot = 0;
-    while (slot < server->slots && server->arenas[slot].handle)
-        slot++;
-    if (slot == server->slots)
-        return xp_fail(XP_NO_MEMORY, "all %u slots of cuda:%d have an Instance Rank", server->slots,
-                       server->device->ordinal);
+    uint32_t slot;
+    XP_TRY(transport_cuda_server_next(server, &slot));
     xp_status_t status;
     cuda_block_t arena;
     XP_TRY(cuda_block_import(server->device, arena_fd,
@@ -149,7 +138,7 @@ xp_status_t transport_cuda_server_attach(transport_cuda_server_t *server, int ar
     XP_TRY_GOTO(status, fail,
                 transport_control_read(&server->control, arena.address, sizeof(header), deadline_ns,
                                        &header));
-    XP_TRY_GOTO(status, fail, server_check_header(&header, expected));
+    XP_TRY_GOTO(status, fail, transport_cuda_header_check(&header, expected));
     cuda_address_t at = server_slot(server, slot);
     transport_slot_t description = {
         .wanted = transport_slot_word(++server->turns[slot], TRANSPORT_SLOT_ATTACHED),

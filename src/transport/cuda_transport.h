@@ -42,6 +42,14 @@ void transport_cuda_life_close(transport_cuda_life_t *life); /* no kernel of our
 uint64_t transport_cuda_arena_bytes(const cuda_device_t *device,
                                     const transport_geometry_t *geometry);
 
+/* The same before it is rounded up to the device's granularity: a pure function. */
+uint64_t transport_cuda_plain_bytes(const transport_geometry_t *geometry);
+/* Where the areas lie; of the partials: the first, and from one to the next. */
+uint64_t transport_cuda_input_offset(const transport_geometry_t *geometry);
+uint64_t transport_cuda_output_offset(const transport_geometry_t *geometry);
+uint64_t transport_cuda_partial_offset(const transport_geometry_t *geometry);
+uint64_t transport_cuda_partial_bytes(const transport_geometry_t *geometry);
+
 /* ---- Instance side: one thread at a time ------------------------------------------------ */
 typedef struct transport_cuda_client transport_cuda_client_t;
 
@@ -86,6 +94,17 @@ xp_status_t transport_cuda_client_state(transport_cuda_client_t *client, uint64_
 /* Terminal, also while a wait of ours spins. */
 xp_status_t transport_cuda_client_close(transport_cuda_client_t *client, xp_status_t reason);
 
+/* For module stage, whose launches take the place of put, wait and take on the same arena. */
+typedef struct transport_cuda_parts {
+    cuda_address_t arena, state, life_word;
+    uint64_t limit_ns;
+} transport_cuda_parts_t;
+transport_cuda_parts_t transport_cuda_client_parts(const transport_cuda_client_t *client);
+/* The checks that put and take make; input and output may be NULL. */
+xp_status_t transport_cuda_client_check(const transport_cuda_client_t *client, uint32_t layer,
+                                        const transport_tensor_t *input,
+                                        const transport_tensor_t *output);
+
 /* ---- AtnAgent side: one thread ------------------------------------------------------------ */
 typedef struct transport_cuda_server transport_cuda_server_t;
 
@@ -100,6 +119,14 @@ xp_status_t transport_cuda_server_create(const cuda_device_t *device,
 xp_status_t transport_cuda_server_attach(transport_cuda_server_t *server, int arena_fd,
                                          const transport_geometry_t *expected, uint32_t life_index,
                                          uint64_t deadline_ns, uint32_t *slot_out);
+/* The slot that the next attach takes, for a handler that has to know of it before. XP_NO_MEMORY
+ * when none is free. */
+xp_status_t transport_cuda_server_next(const transport_cuda_server_t *server, uint32_t *slot_out);
+/* Compares the header of an arena, read from device memory, with what was planned: XP_PEER. */
+xp_status_t transport_cuda_header_check(const mailbox_arena_t *header,
+                                        const transport_geometry_t *expected);
+/* The header of a fresh arena. */
+mailbox_arena_t transport_cuda_header(const transport_geometry_t *geometry);
 /* Takes the arena from its warp, with what is in flight there, and unmaps it. */
 xp_status_t transport_cuda_server_detach(transport_cuda_server_t *server, uint32_t slot,
                                          uint64_t deadline_ns);

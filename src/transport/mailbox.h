@@ -111,12 +111,33 @@ typedef struct mailbox_arena {
     uint64_t bytes;
     uint32_t hidden, max_rows, dtype, dp_size;
     uint64_t input_offset, output_offset;
-    uint8_t pad0[MAILBOX_LINE - 48];
+    uint64_t partial_offset;     /* Direct Partial: FP32 rows of each member; 0 = none */
+    uint32_t partials, pad0;     /* such areas */
     mailbox_request_t request;   /* one line, the Instance's */
     mailbox_response_t response; /* one line, the AtnAgent's */
     uint32_t closed;             /* 0, or the xp_status_t of the end */
     uint8_t pad1[MAILBOX_LINE - 4];
 } mailbox_arena_t;
+
+/* Direct Partial: every member of the Execution Group answers by itself, with a line of its own in
+ * the arena's first page. */
+#define MAILBOX_MAX_PARTIALS   16
+#define MAILBOX_PARTIALS_START 1024u
+typedef struct mailbox_partial {
+    uint64_t sequence; /* published last */
+    uint32_t status;   /* xp_status_t */
+    uint8_t pad[MAILBOX_LINE - 12];
+} mailbox_partial_t;
+
+PROTOCOL_FUNCTION mailbox_partial_t *mailbox_partial_at(mailbox_arena_t *arena, uint32_t member)
+{
+    return (mailbox_partial_t *)((char *)arena + MAILBOX_PARTIALS_START) + member;
+}
+PROTOCOL_FUNCTION const mailbox_partial_t *mailbox_partial_of(const mailbox_arena_t *arena,
+                                                              uint32_t member)
+{
+    return (const mailbox_partial_t *)((const char *)arena + MAILBOX_PARTIALS_START) + member;
+}
 
 /* Instance, IDLE: the rows and every other field of *request were written before. release: pairs
  * with the load in mailbox_request_read. */
@@ -170,6 +191,36 @@ PROTOCOL_FUNCTION mailbox_look_t mailbox_response_read(const mailbox_arena_t *ar
         return MAILBOX_LIVE;
     }
     return answered == sequence - 1 ? MAILBOX_NONE : MAILBOX_NONSENSE;
+}
+
+/* Member of the Execution Group, LIVE: its partial's rows were written before. release: pairs with
+ * mailbox_partial_read. */
+PROTOCOL_FUNCTION void mailbox_partial_publish(mailbox_partial_t *partial, uint64_t sequence,
+                                               uint32_t status)
+{
+    partial->status = status;
+    PROTOCOL_PUBLISH(&partial->sequence, sequence);
+}
+
+/* A word that does not follow each sequence, since not every layer is the writer's: an older one is
+ * no answer yet, a newer one nonsense. acquire: pairs with mailbox_partial_publish (with
+ * mailbox_response_publish where the word is the response's). */
+PROTOCOL_FUNCTION mailbox_look_t mailbox_word_read(const uint64_t *word, uint64_t sequence)
+{
+    uint64_t answered = PROTOCOL_LOAD_ACQUIRE(word);
+    return answered == sequence  ? MAILBOX_LIVE
+           : answered < sequence ? MAILBOX_NONE
+                                 : MAILBOX_NONSENSE;
+}
+
+/* Instance: MAILBOX_LIVE once the member's partial of `sequence` is there. */
+PROTOCOL_FUNCTION mailbox_look_t mailbox_partial_read(const mailbox_partial_t *partial,
+                                                      uint64_t sequence, uint32_t *status_out)
+{
+    mailbox_look_t look = mailbox_word_read(&partial->sequence, sequence);
+    if (look == MAILBOX_LIVE)
+        *status_out = PROTOCOL_LOAD_RELAXED(&partial->status);
+    return look;
 }
 
 /* Anyone. The first reason stays. Returns 1 for the call that closed. */

@@ -21,8 +21,9 @@
 typedef struct transport_geometry {
     uint32_t hidden; /* width of a row, elements */
     uint32_t max_rows;
-    xp_dtype_t dtype; /* F32 on CPU; BF16, F16 on CUDA */
-    uint32_t dp_size; /* attention DP ranks whose row counts travel with a request; 1 = none */
+    xp_dtype_t dtype;  /* F32 on CPU; BF16, F16 on CUDA */
+    uint32_t dp_size;  /* attention DP ranks whose row counts travel with a request; 1 = none */
+    uint32_t partials; /* CUDA: areas for the members' FP32 rows (Direct Partial); 0 = none */
 } transport_geometry_t;
 
 typedef enum transport_kind {

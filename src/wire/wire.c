@@ -302,11 +302,43 @@ const char *wire_role_name(xpw_Role role)
 
 const char *wire_body_name(pb_size_t which_body)
 {
-    static const char *const names[] = {
-        "nothing",       "Hello",        "Refused",    "Admitted",    "ArenaOffer", "ArenaAttach",
-        "ArenaAttached", "ArenaDetach",  "Attached",   "Join",        "Joined",     "Prepare",
-        "Progress",      "Executable",   "Initialize", "Initialized", "Listening",  "Backend",
-        "InstanceStats", "GatewayStats", "Failure",    "FailReport",  "Stop",       "Bye",
-        "Leave",         "Check",        "Verdict",    "Down",        "DownDone",   "Workload"};
-    return which_body < sizeof(names) / sizeof(names[0]) ? names[which_body] : "unknown message";
+    static const char *const names[] = {"nothing",
+                                        "Hello",
+                                        "Refused",
+                                        "Admitted",
+                                        "ArenaOffer",
+                                        "ArenaAttach",
+                                        "ArenaAttached",
+                                        "ArenaDetach",
+                                        "Attached",
+                                        "Join",
+                                        "Joined",
+                                        "Prepare",
+                                        "Progress",
+                                        "Executable",
+                                        "Initialize",
+                                        "Initialized",
+                                        "Listening",
+                                        "Backend",
+                                        "InstanceStats",
+                                        "GatewayStats",
+                                        "Failure",
+                                        "FailReport",
+                                        "Stop",
+                                        "Bye",
+                                        "Leave",
+                                        "Check",
+                                        "Verdict",
+                                        "Down",
+                                        "DownDone",
+                                        "Workload",
+                                        [xpw_Envelope_kv_ask_tag] = "KvAsk",
+                                        [xpw_Envelope_kv_answer_tag] = "KvAnswer",
+                                        [xpw_Envelope_device_plane_tag] = "DevicePlane",
+                                        [xpw_Envelope_stage_offer_tag] = "StageOffer",
+                                        [xpw_Envelope_stage_grant_tag] = "StageGrant",
+                                        [xpw_Envelope_arena_detached_tag] = "ArenaDetached",
+                                        [xpw_Envelope_plane_stats_tag] = "PlaneStats"};
+    bool known = which_body < sizeof(names) / sizeof(names[0]) && names[which_body];
+    return known ? names[which_body] : "unknown message";
 }

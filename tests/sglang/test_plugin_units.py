@@ -167,6 +167,12 @@ class Operator(unittest.TestCase):
         self.assertEqual([status for status, _ in told], [ranks.INVALID] * 3)
         self.assertEqual(self.rank.calls, [])
 
+    def test_a_tensor_of_another_device_is_refused(self):
+        self.rank.device = 1
+        with self.assertRaisesRegex(RuntimeError, "tensor is on cpu, the Instance Rank on cuda:1"):
+            ops.ffn_shim(torch.randn(5, 8), 0)
+        self.assertEqual(self.rank.calls, [])
+
     def test_a_failure_reaches_the_caller(self):
         told = []
         ops.attach(self.rank, lambda *what: told.append(what))

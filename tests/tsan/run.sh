@@ -1,23 +1,25 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# ThreadSanitizer over Transport and Fabric: the program must be clean as it is, and the sanitizer must
-# find the release store that XPOOL_WEAKEN_RELEASE weakens. Exits 0 only if both hold.
+# ThreadSanitizer over Transport and Fabric, and over the stages of the GPUs' data plane: each program
+# must be clean as it is, and the sanitizer must find the release store that XPOOL_WEAKEN_RELEASE
+# weakens. Exits 0 only if all of it holds.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 compiler=${CC:-cc}
-sources="$root/tests/tsan/race_fabric.c $root/src/base/status.c $root/src/base/memfd.c
+fabric="$root/tests/tsan/race_fabric.c $root/src/base/status.c $root/src/base/memfd.c
          $root/src/base/pool.c $root/src/base/cpus.c $root/src/base/dtype.c
          $root/src/observe/*.c $root/src/fabric/*.c"
 # The processor's Transport; that of GPUs has its own test of the protocol (unit/transport).
 for file in "$root"/src/transport/*.c; do
-    case "${file##*/}" in cuda_*) ;; *) sources="$sources $file" ;; esac
+    case "${file##*/}" in cuda_*) ;; *) fabric="$fabric $file" ;; esac
 done
+stage="-I$root/tests/unit/stage $root/tests/tsan/race_stage.c"
 
-build() { # name flags...
-    name=$1
-    shift
+build() { # name, sources, flags...
+    name=$1 sources=$2
+    shift 2
     # shellcheck disable=SC2086
     "$compiler" -std=gnu17 -D_GNU_SOURCE -O1 -g -fsanitize=thread -fno-strict-aliasing \
         -I"$root/src" "$@" $sources -o "$work/$name" -lpthread -lm
@@ -33,24 +35,28 @@ run() {
         $quiet timeout 240 "$work/$1" >"$work/$1.log" 2>&1
 }
 
-build probe -DXPOOL_WEAKEN_RELEASE || { echo "tsan: cannot build the planted program"; exit 1; }
-build clean || { echo "tsan: cannot build"; exit 1; }
-
-run clean
-code=$?
-if [ $code -ne 0 ]; then
-    tail -60 "$work/clean.log"
-    echo "tsan: the program as it is ended with $code"
-    exit 1
-fi
-# The mistake shows when a reader meets the store before any other order reaches it: not in each run.
-for attempt in 1 2 3 4 5; do
-    run probe
+check() { # name, sources
+    build "$1-probe" "$2" -DXPOOL_WEAKEN_RELEASE &&
+        build "$1" "$2" || { echo "tsan: cannot build $1"; exit 1; }
+    run "$1"
     code=$?
-    if [ $code -eq 66 ] && grep -q "WARNING: ThreadSanitizer: data race" "$work/probe.log"; then
-        echo "tsan: clean, and the planted relaxed store was found (attempt $attempt)"
-        exit 0
+    if [ $code -ne 0 ]; then
+        tail -60 "$work/$1.log"
+        echo "tsan: $1 as it is ended with $code"
+        exit 1
     fi
-done
-echo "tsan: the planted relaxed store was not found (last exit $code)"
-exit 1
+    # The mistake shows when a reader meets the store before any other order reaches it: not in each run.
+    for attempt in 1 2 3 4 5; do
+        run "$1-probe"
+        code=$?
+        if [ $code -eq 66 ] && grep -q "WARNING: ThreadSanitizer: data race" "$work/$1-probe.log"; then
+            echo "tsan: $1 is clean, and the planted relaxed store was found (attempt $attempt)"
+            return
+        fi
+    done
+    echo "tsan: the planted relaxed store of $1 was not found (last exit $code)"
+    exit 1
+}
+
+check fabric "$fabric"
+check stage "$stage"

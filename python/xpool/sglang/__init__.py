@@ -11,6 +11,9 @@
     parallel   tensor and data parallel attention around an FFN that is elsewhere
     step       what kind of step a call belongs to
     cpu        what SGLang needs to compute right answers on a CPU
+    kv         the elastic KV Cache along the scheduler's loop
+    kv_pool    its tensors and the allocator of its slots
+    kv_room    emptying its end
     rank       the Instance Rank's life along the scheduler's
     failure    ending SGLang with a reason
     interrupt  Ctrl-C
@@ -18,5 +21,5 @@
     shared     names in /dev/shm
     patch      how a function of SGLang is changed
 
-A further thing, such as another KV pool, is a further file with a `hook()`, named in a list of `plugin`.
+A further thing is a further file with a `hook()`, named in a list of `plugin`.
 """

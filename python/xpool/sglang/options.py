@@ -14,7 +14,6 @@ from xpool.sglang import adapters, interrupt, patch, tokens
 # (argument, allowed values, why another one is refused)
 _FFN = "the FFN is computed by the FfnAgents"
 _REFUSED = (
-    ("device", ("cpu",), "this build attaches SGLang on CPU attention devices"),
     ("model_impl", ("auto", "sglang"), "the FFN is replaced in SGLang's own model classes"),
     ("load_format", ("auto", "safetensors", "dummy"), "FFN tensors are left out when safetensors are read"),
     ("weight_loader_disable_mmap", (False,), "it reads whole files, FFN tensors included"),
@@ -47,7 +46,7 @@ _REFUSED = (
     ("enable_single_batch_overlap", (False,), "it cuts the FFN of a layer into pieces"),
     ("enable_pdmux", (False,), "FFN calls come from one stream"),
     ("enable_attn_tp_input_scattered", (False,), "every rank hands the same rows to the FFN"),
-    ("enable_torch_compile", (False,), "it is not tested with the plugin on a CPU"),
+    ("enable_torch_compile", (False,), "it is not tested with the plugin"),
     ("disaggregation_mode", ("null",), "prefill and decode stay in one Instance"),
     ("grpc_mode", (False,), "daemon and gateway speak HTTP with it"),
     ("ssl_certfile", (None,), "daemon and gateway speak plain HTTP with it"),
@@ -111,6 +110,12 @@ def deployment(arguments):
             f'model {model_id} has engine = "{info.engine}" in the configuration, not "sglang"'
         )
 
+    kind = info.device.partition(":")[0]
+    if arguments.device != kind:
+        raise XpoolError(
+            f"--device {arguments.device} cannot be used with the xpool plugin: the plan puts"
+            f" {model_id} on {info.device}"
+        )
     if arguments.dp_size > 1 and not arguments.enable_dp_attention:
         raise XpoolError(
             "--dp-size without --enable-dp-attention makes whole copies of a model:"

@@ -14,7 +14,7 @@ import torch
 
 from xpool import ops, rank as ranks
 from xpool.native import XpoolError
-from xpool.sglang import failure, ffn, options, patch, release, weights
+from xpool.sglang import failure, ffn, kv, options, patch, release, weights
 
 log = logging.getLogger("xpool")
 
@@ -57,7 +57,8 @@ def _open(runner):
         dtype=_DTYPES[model.dtype],
     )
     ffn.replace(found.info.architecture)
-    rank = ranks.Rank(found.config, found.model_id, runner.tp_rank, workload, _ended)
+    device = runner.gpu_id if found.info.device.startswith("cuda:") else None
+    rank = ranks.Rank(found.config, found.model_id, runner.tp_rank, workload, _ended, device)
     ops.attach(rank, _unanswered)
     _deployment = found
     log.info("model %s, rank %d: admitted by the daemon", found.model_id, runner.tp_rank)
@@ -93,7 +94,15 @@ def _weight_bytes(model):
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def slo():
+    """Milliseconds that the configuration promises: to the first token, between tokens; 0: nothing."""
+    return _deployment.info.slo_ttft_ms, _deployment.info.slo_tbt_ms
+
+
 def _kv_bytes(pool):
+    mapped = kv.mapped_bytes()
+    if mapped is not None:
+        return mapped
     size = pool.get_kv_size_bytes()
     return int(sum(size)) if isinstance(size, (tuple, list)) else int(size)
 

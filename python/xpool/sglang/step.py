@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Which kind of step the calls of one forward pass belong to. Set once a step, not per layer."""
+"""Which kind of step the calls of one forward pass belong to, and on a GPU how many of its rows are
+live. Set once a step, not per layer: captured graphs read it on the device."""
+
+import torch
 
 from xpool import ops, rank as ranks
 from xpool.sglang import patch
@@ -15,10 +18,18 @@ def kind_of(batch):
     return ranks.DECODE if batch.forward_mode.is_decode_or_idle() else ranks.PREFILL
 
 
+def _rows(batch):
+    """Rows of this rank in the step, before a graph pads them."""
+    return 0 if batch.input_ids is None else batch.input_ids.shape[0]
+
+
 def _begin(original, runner, batch, *arguments, **options):
     rank = ops.attached()
-    if rank is not None:
+    if rank is not None and rank.device is None:
         rank.begin_step(kind_of(batch))
+    elif rank is not None:
+        stream = torch.cuda.current_stream(rank.device).cuda_stream
+        rank.begin_step(kind_of(batch), rows=_rows(batch), stream=stream)
     return original(runner, batch, *arguments, **options)
 
 

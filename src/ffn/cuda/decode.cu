@@ -20,7 +20,7 @@
 // products; rows and weights use the same order of K, so it does not matter which.
 //
 // Nothing waits without a partner that is already running: the launch is cooperative. Needs sm_90.
-#include "ffn/cuda/tables.h"
+#include "ffn/cuda/dispatch_steps.h"
 #include "ffn/cuda/ptx.cuh"
 #include "ffn/cuda/route.cuh"
 #include "ffn/cuda/decode_shape.h"
@@ -41,6 +41,9 @@ struct decode_call_t {
     uint64_t routed_target, acted_target;
     uint64_t *answer, *answered;
     uint64_t answer_value, sequence;
+    uint64_t *done;
+    uint64_t done_value, began_ns;
+    const ffn_cuda_answer_t *about;
     uint32_t rows;
     uint32_t experts_chosen; // parts of `intermediate` width
     uint32_t last_width;     // width of the dense or shared part; 0 = none
@@ -867,6 +870,39 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1)
         layer_run(sh, &role, ptx_policy_stream());
 }
 
+static __device__ __forceinline__ uint64_t command_clock()
+{
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// The words that end a command, and its record; the thread that arrived last. The answer first: what
+// follows is on nobody's way.
+static __device__ __forceinline__ void command_end(const decode_call_t &call,
+                                                   ffn_cuda_queue_t *queue, uint64_t sequence)
+{
+    ffn_cuda_record_t record;
+    // The queue's word first: who sees the answer may fill that entry again.
+    ptx_store_release_system(&queue->answered, sequence);
+    if (call.answer)
+        ptx_store_release_system(call.answer, call.answer_value);
+    ffn_cuda_counters_t *counters =
+        (ffn_cuda_counters_t *)__ldcg((const unsigned long long *)&queue->counters);
+    if (counters) {
+        ffn_cuda_record_begin(call.about, call.rows, &record);
+        record.capacity = FFN_CUDA_DECODE_ROWS;
+        record.lane = record.graph_template = FFN_CUDA_NO_LANE;
+        record.resident = 1;
+        record.end_ns = command_clock();
+        record.duration_ns = record.end_ns - call.began_ns;
+    }
+    if (call.done)
+        ptx_store_release_system(call.done, call.done_value);
+    if (counters)
+        ffn_cuda_record_end(counters, &record);
+}
+
 // Waits for the command `sequence`; thread 0. False: leave.
 static __device__ bool command_wait(decode_shared_t &sh, ffn_cuda_queue_t *queue, uint64_t sequence,
                                     const ffn_cuda_lane_t **lane_out)
@@ -886,6 +922,11 @@ static __device__ bool command_wait(decode_shared_t &sh, ffn_cuda_queue_t *queue
     *lane_out = (const ffn_cuda_lane_t *)__ldcg((const unsigned long long *)&entry->lane);
     sh.call.answer = (uint64_t *)__ldcg((const unsigned long long *)&entry->answer);
     sh.call.answer_value = __ldcg((const unsigned long long *)&entry->answer_value);
+    sh.call.done = (uint64_t *)__ldcg((const unsigned long long *)&entry->done);
+    sh.call.done_value = __ldcg((const unsigned long long *)&entry->done_value);
+    sh.call.about =
+        (const ffn_cuda_answer_t *)__ldcg((const unsigned long long *)&entry->about);
+    sh.call.began_ns = command_clock();
     return *lane_out != NULL;
 }
 
@@ -921,12 +962,8 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1)
             if (threadIdx.x == 0) {
                 const uint64_t grid = gridDim.x;
                 const uint64_t ended = ptx_add_acq_rel(&sh.call.meeting->ended, 1) + 1;
-                if (ended % grid == 0) {
-                    // The queue's word first: who sees the answer may fill that entry again.
-                    ptx_store_release_system(&queue->answered, sequence);
-                    if (sh.call.answer)
-                        ptx_store_release_system(sh.call.answer, sh.call.answer_value);
-                }
+                if (ended % grid == 0)
+                    command_end(sh.call, queue, sequence);
             }
         } else if (warp < DECODE_WARPS + DECODE_COPY_WARPS && rows) {
             if (look_ahead)

@@ -229,15 +229,25 @@ void ffn_library_plan_free(ffn_library_plan_t *plan)
     free(plan);
 }
 
+static uint64_t library_activations(const ffn_cuda_signature_t *signature, uint32_t rows)
+{
+    const uint64_t bytes = (uint64_t)rows * signature->intermediate * 2;
+    return (bytes + LIBRARY_ALIGNMENT - 1) / LIBRARY_ALIGNMENT * LIBRARY_ALIGNMENT;
+}
+
 static uint64_t library_activation_bytes(const ffn_library_plan_t *plan)
 {
-    const uint64_t bytes = (uint64_t)plan->rows * plan->signature.intermediate * 2;
-    return (bytes + LIBRARY_ALIGNMENT - 1) / LIBRARY_ALIGNMENT * LIBRARY_ALIGNMENT;
+    return library_activations(&plan->signature, plan->rows);
+}
+
+uint64_t ffn_library_scratch_bound(const ffn_cuda_signature_t *signature, uint32_t rows)
+{
+    return 2 * library_activations(signature, rows) + LIBRARY_WORKSPACE_BYTES;
 }
 
 uint64_t ffn_library_scratch_bytes(const ffn_library_plan_t *plan)
 {
-    return 2 * library_activation_bytes(plan) + LIBRARY_WORKSPACE_BYTES;
+    return ffn_library_scratch_bound(&plan->signature, plan->rows);
 }
 
 static void *library_pointer(cuda_address_t address)

@@ -28,6 +28,8 @@ xp_status_t ffn_library_plan_make(ffn_library_t *library, const ffn_cuda_signatu
 void ffn_library_plan_free(ffn_library_plan_t *plan); /* accepts NULL */
 /* Device memory of one run: activations of gate and up, and the library's own. */
 uint64_t ffn_library_scratch_bytes(const ffn_library_plan_t *plan);
+/* The same before there is a plan (planner's ledger). */
+uint64_t ffn_library_scratch_bound(const ffn_cuda_signature_t *signature, uint32_t rows);
 
 /* output [rows][hidden] of the weights' type, or with `partial` FP32 (the other is 0), from input
  * [rows][hidden]; part holds device addresses. scratch: aligned to 256 bytes. */

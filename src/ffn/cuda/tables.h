@@ -142,14 +142,41 @@ typedef struct ffn_cuda_command {
     ffn_cuda_lane_t *lane; /* NULL: leave (the lease ends) */
     uint64_t *answer;      /* word that gets answer_value, with release at system scope, or NULL */
     uint64_t answer_value;
-    uint64_t pad[4];
+    uint64_t *done; /* word that gets done_value after `answer`, likewise, or NULL */
+    uint64_t done_value;
+    const struct ffn_cuda_answer *about; /* for the record (ffn/cuda/dispatch.h), or NULL */
+    uint64_t pad;
 } ffn_cuda_command_t;
+
+/* What one Invocation was, in mapped host memory. */
+typedef struct ffn_cuda_record {
+    uint64_t index;               /* 1, 2, ...; published last */
+    uint64_t end_ns, duration_ns; /* of the device's clock */
+    uint64_t ticket;
+    uint32_t layer, rows,
+        capacity; /* layer of the model; capacity: rows the launches were made for */
+    uint16_t instance, rank;
+    uint16_t lane, graph_template; /* of the resident kernel: 0xffff both */
+    uint8_t kind, resident;
+    uint8_t reserved[10];
+} ffn_cuda_record_t;
+
+/* Counters and records of a device's Invocations, in device memory. */
+typedef struct ffn_cuda_counters {
+    uint64_t invocations, rows, busy_ns; /* fired by the host */
+    uint64_t resident_invocations, resident_rows, resident_busy_ns;
+    uint64_t records_taken;     /* records begun */
+    ffn_cuda_record_t *records; /* [record_capacity] in mapped host memory, or NULL */
+    uint64_t record_capacity;
+    uint64_t reserved[7];
+} ffn_cuda_counters_t;
 
 typedef struct ffn_cuda_queue {
     ffn_cuda_command_t entries[FFN_CUDA_QUEUE_ENTRIES];
     uint64_t answered; /* commands done */
     uint64_t pad0[15];
     uint32_t stop; /* not 0: leave without a command (failure, shutdown) */
-    uint32_t pad1[31];
+    uint32_t pad1[29];
+    ffn_cuda_counters_t *counters; /* written with the zeroes, before the lease; or NULL */
 } ffn_cuda_queue_t;
 #endif

@@ -113,7 +113,7 @@ static const mistake_t mistakes[] = {
      "deadline (did you mean deadline?)"},
     {"fabric.provider = \"tcp\"\n", NULL,
      "f.toml:1:19: fabric.provider: found string \"tcp\", allowed: one of auto, shm, nvshmem, p2p, "
-     "ucx"},
+     "ucx, p2p-relay"},
     {"gateway.http = \"localhost\"\n", NULL,
      "f.toml:1:16: gateway.http: found string \"localhost\", allowed: HOST:PORT, such as "
      "127.0.0.1:8000 or [::1]:8000"},
@@ -148,10 +148,11 @@ static const mistake_t mistakes[] = {
      "f.toml:1:29: devices.atn_cuda_devices: found integer -1, allowed: device names such as "
      "\"cpu:0\" or \"cuda:0\", or N for cuda:N"},
     {"devices.\"cpu:x\".threads = 1\n", NULL,
-     "f.toml:1:9: devices.\"cpu:x\": no device name, allowed: names such as \"cpu:0\""},
+     "f.toml:1:9: devices.\"cpu:x\": no device name, allowed: names such as \"cpu:0\" or "
+     "\"cuda:0\""},
     {"devices.\"cuda:0\".threads = 1\n", NULL,
-     "f.toml:1:9: devices.\"cuda:0\": only cpu devices have a table; GPUs follow "
-     "atn.device_memory_utilization"},
+     "f.toml:1:18: devices.\"cuda:0\".threads: unknown key; did you mean "
+     "devices.\"cpu:N\".threads?"},
     {"devices.\"cpu:0\" = 1\n", NULL,
      "f.toml:1:19: devices.\"cpu:0\": found integer 1, allowed: a table"},
     {"devices.\"cpu:0\".cpus = []\n", NULL,

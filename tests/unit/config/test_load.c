@@ -310,6 +310,25 @@ static void device_aliases(void **state)
     config_destroy(config);
 }
 
+/* The memory of a GPU is what the configuration says, else to be asked for: 0, "auto" in the
+ * digest. */
+static void gpu_memory(void **state)
+{
+    static const char devices[] = "atn.devices = ['cuda:0']\nffn.devices = ['cuda:1']\n";
+    char text[256];
+    config_t *config = load(devices);
+    assert_true(config->atn[0].memory_bytes == 0 && config->ffn[0].memory_bytes == 0);
+    assert_string_equal(origin_of(config, "devices.\"cuda:N\".memory", 1), "default");
+    uint8_t digest[32];
+    memcpy(digest, config->digest, sizeof(digest));
+    config_destroy(config);
+    snprintf(text, sizeof(text), "%s[devices.'cuda:1']\nmemory = '80GiB'\n", devices);
+    config = load(text);
+    assert_true(config->atn[0].memory_bytes == 0 && config->ffn[0].memory_bytes == 80ull << 30);
+    assert_memory_not_equal(config->digest, digest, sizeof(digest));
+    config_destroy(config);
+}
+
 static void shared_roles(void **state)
 {
     config_t *config = load("[atn]\ndevices = [\"cpu:7\"]\n[ffn]\ndevices = [\"cpu:7\"]\n"
@@ -475,10 +494,12 @@ static void digest_sees_every_other_setting(void **state)
         "devices.\"cpu:0\".threads=1",
         "devices.\"cpu:0\".memory=1GiB",
         "devices.\"cpu:0\".cpus=0",
+        "devices.\"cuda:9\".memory=1GiB",
         "fabric.provider=shm",
         "scheduler.ffn_concurrency=1",
         "scheduler.atn_concurrency=1",
         "scheduler.ffn_policy=fifo",
+        "scheduler.kv_policy=static",
         "scheduler.slo.ttft_ms=1",
         "scheduler.slo.tbt_ms=1",
         "deadlines.registration=1",
@@ -488,6 +509,7 @@ static void digest_sees_every_other_setting(void **state)
         "deadlines.queue=1",
         "deadlines.drain=1",
         "deadlines.stop=1",
+        "deadlines.kv=1",
         "cache.root=/tmp/other",
         "observe.folder=/tmp/other",
         "observe.records=1",
@@ -499,7 +521,8 @@ static void digest_sees_every_other_setting(void **state)
     assert_int_equal(settings, sizeof(changes) / sizeof(changes[0]));
     for (uint32_t i = 0; i < settings; i++) {
         /* Ranks need devices to stand on, in both configurations alike. */
-        const char *const devices[] = {"atn.devices=cpu:0,cpu:2", "ffn.devices=cpu:1,cpu:3", NULL};
+        const char *const devices[] = {"atn.devices=cpu:0,cpu:2", "ffn.devices=cpu:1,cpu:3,cuda:9",
+                                       NULL};
         const char *const changed[] = {devices[0], devices[1], changes[i], NULL};
         if (same_digest(base, devices, base, changed))
             fail_msg("%s does not change the digest", changes[i]);
@@ -547,6 +570,7 @@ int main(void)
         cmocka_unit_test_setup(a_value_cannot_smuggle_in_a_second_one, set_up),
         cmocka_unit_test_setup(letters_beyond_ascii, set_up),
         cmocka_unit_test_setup(device_aliases, set_up),
+        cmocka_unit_test_setup(gpu_memory, set_up),
         cmocka_unit_test_setup(shared_roles, set_up),
         cmocka_unit_test_setup(runtime_folder, set_up),
         cmocka_unit_test_setup(files_and_relative_paths, set_up),

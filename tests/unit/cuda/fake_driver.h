@@ -534,6 +534,12 @@ static int fake_cuStreamEndCapture(cuda_stream_t stream, cuda_graph_t *graph)
     }
     return fake_graph_new(&fake.capture, graph);
 }
+static int fake_cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    FAKE_CALL(cuThreadExchangeStreamCaptureMode);
+    *mode = 0; /* what every thread begins with */
+    return 0;
+}
 static int fake_cuStreamIsCapturing(cuda_stream_t stream, int *capturing)
 {
     *capturing = stream->capturing;

@@ -1,0 +1,230 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * AtnAgent of a GPU. On the direct lane rows pass it by: it holds its place in the Generation and
+ * touches no device. With the relay it owns the resident kernel that carries rows and answers. One
+ * thread, the event loop's; no call on the device waits longer than ATTACH_LIMIT_NS.
+ */
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "agents/agents.h"
+#include "agents/environment.h"
+#include "agents/join.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "control/participant.h"
+#include "stage/stage.h"
+
+#define ATTACH_LIMIT_NS (2 * XP_NS_PER_S)
+#define DETACH_LIMIT_NS (5 * XP_NS_PER_S)
+
+typedef struct atnagent {
+    const config_t *config;
+    const config_device_t *configured;
+    uint32_t index;
+    int ordinal;
+    struct event_base *base;
+    participant_t *participant;
+    fabric_plan_t *plan;
+    /* With the relay. */
+    bool relay;
+    int life_fd;
+    uint32_t life_index;
+    cuda_device_t device;
+    transport_cuda_life_t life;
+    stage_atn_t *stage;
+    uint32_t opened[FABRIC_MAX_INSTANCES]; /* bits of FfnAgents whose stages are mapped */
+    bool finalizing;
+} atnagent_t;
+
+static uint64_t within(uint64_t limit_ns)
+{
+    return xp_monotonic_ns() + limit_ns;
+}
+
+static xp_status_t on_plane(atnagent_t *self, const xpw_DevicePlane *plane, wire_descriptors_t *fds)
+{
+    if (self->life_fd >= 0 || fds->count != 1)
+        return xp_fail(XP_PEER, "DevicePlane out of order");
+    self->life_fd = wire_descriptors_take(fds, 0);
+    self->life_index = plane->life_index;
+    self->relay = plane->relay;
+    return XP_OK;
+}
+
+static xp_status_t offer_relays(atnagent_t *self)
+{
+    for (uint32_t i = 0; i < self->plan->instance_count; i++) {
+        const fabric_plan_instance_t *instance = &self->plan->instances[i];
+        for (uint32_t r = 0; r < fabric_plan_ranks(instance); r++) {
+            int fd;
+            if (instance->rank_atn[r] != self->index)
+                continue;
+            XP_TRY(stage_atn_export(self->stage, i, r, &fd));
+            xpw_Envelope envelope = {.which_body = xpw_Envelope_stage_offer_tag};
+            envelope.body.stage_offer.kind = xpw_StageKind_STAGE_RELAY;
+            envelope.body.stage_offer.instance = i;
+            envelope.body.stage_offer.rank = r;
+            xp_status_t status = participant_send(self->participant, &envelope, &fd, 1);
+            close(fd);
+            XP_TRY(status);
+        }
+    }
+    return XP_OK;
+}
+
+static xp_status_t start_relay(atnagent_t *self)
+{
+    const cuda_driver_t *driver;
+    XP_TRY(cuda_driver_load(&driver));
+    XP_TRY(cuda_device_open(driver, self->ordinal, &self->device));
+    XP_TRY(transport_cuda_life_open(&self->device, self->life_fd, self->life_index, &self->life));
+    XP_TRY(stage_atn_create(&self->device, self->plan, self->index, &self->life, &self->stage));
+    return offer_relays(self);
+}
+
+static xp_status_t on_join(atnagent_t *self, const xpw_Join *join, wire_descriptors_t *fds)
+{
+    if (self->plan || self->life_fd < 0)
+        return xp_fail(XP_PEER, "Join out of order");
+    XP_TRY(agent_join(join, fds, &self->plan, NULL));
+    if (self->relay)
+        XP_TRY(start_relay(self));
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_joined_tag};
+    envelope.body.joined.generation = join->generation;
+    return participant_send(self->participant, &envelope, NULL, 0);
+}
+
+static xp_status_t on_stage(atnagent_t *self, const xpw_StageGrant *grant, wire_descriptors_t *fds)
+{
+    if (!self->stage || fds->count != 1 || grant->instance >= self->plan->instance_count ||
+        grant->ffn >= self->plan->ffn_count)
+        return xp_fail(XP_PEER, "StageGrant out of order");
+    if (self->opened[grant->instance] & 1u << grant->ffn)
+        return XP_OK; /* for a former Instance, or another rank */
+    XP_TRY(stage_atn_open(self->stage, grant->instance, grant->ffn, fds->fds[0]));
+    self->opened[grant->instance] |= 1u << grant->ffn;
+    return XP_OK;
+}
+
+static void on_attach(atnagent_t *self, const xpw_ArenaAttach *attach, wire_descriptors_t *fds)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_attached_tag};
+    xpw_ArenaAttached *attached = &envelope.body.arena_attached;
+    attached->instance = attach->instance;
+    attached->rank = attach->rank;
+    attached->lease = attach->lease;
+    xp_status_t status =
+        self->stage && fds->count == 1
+            ? stage_atn_attach(self->stage, attach->instance, attach->rank, fds->fds[0],
+                               attach->life_index, within(ATTACH_LIMIT_NS))
+            : xp_fail(XP_PEER, "ArenaAttach out of order or without its descriptor");
+    if (status != XP_OK) {
+        xp_log_error("cannot attach an arena");
+        snprintf(attached->error, sizeof(attached->error), "%.255s", xp_error_last()->text);
+    }
+    participant_send(self->participant, &envelope, NULL, 0);
+}
+
+static void on_detach(atnagent_t *self, const xpw_ArenaDetach *detach)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_detached_tag};
+    xpw_ArenaDetached *detached = &envelope.body.arena_detached;
+    detached->instance = detach->instance;
+    detached->rank = detach->rank;
+    xp_status_t status = self->stage ? stage_atn_detach(self->stage, detach->instance, detach->rank,
+                                                        within(DETACH_LIMIT_NS))
+                                     : xp_fail(XP_PEER, "ArenaDetach out of order");
+    if (status != XP_OK && status != XP_NOT_FOUND)
+        snprintf(detached->error, sizeof(detached->error), "%.255s", xp_error_last()->text);
+    participant_send(self->participant, &envelope, NULL, 0);
+}
+
+static void on_message(void *context, const xpw_Envelope *envelope, wire_descriptors_t *fds)
+{
+    atnagent_t *self = context;
+    xp_status_t status = XP_OK;
+    switch (envelope->which_body) {
+    case xpw_Envelope_device_plane_tag:
+        status = on_plane(self, &envelope->body.device_plane, fds);
+        break;
+    case xpw_Envelope_join_tag:
+        status = on_join(self, &envelope->body.join, fds);
+        break;
+    case xpw_Envelope_stage_grant_tag:
+        status = on_stage(self, &envelope->body.stage_grant, fds);
+        break;
+    case xpw_Envelope_arena_attach_tag:
+        on_attach(self, &envelope->body.arena_attach, fds);
+        break;
+    case xpw_Envelope_arena_detach_tag:
+        on_detach(self, &envelope->body.arena_detach);
+        break;
+    default:
+        xp_log_warn("ignored %s", wire_body_name(envelope->which_body));
+    }
+    if (status != XP_OK)
+        participant_fail(self->participant, xp_error_last()->text);
+}
+
+static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
+{
+    atnagent_t *self = context;
+    if (phase != xpw_StopPhase_STOP_FINALIZE || self->finalizing)
+        return;
+    self->finalizing = true;
+    if (self->stage)
+        (void)stage_atn_close_all(self->stage, XP_CLOSED);
+    participant_bye(self->participant, "told to end");
+}
+
+static void on_failed(void *context)
+{
+    atnagent_t *self = context;
+    if (self->stage)
+        (void)stage_atn_close_all(self->stage, XP_FATAL);
+}
+
+int atnagent_cuda_run(const config_t *config, const char *device)
+{
+    participant_bind_to_parent();
+    signal(SIGPIPE, SIG_IGN);
+    xp_log_identify("atnagent", device);
+    int exit_code = 1;
+    atnagent_t *self = calloc(1, sizeof(*self));
+    if (!self)
+        return 1;
+    participant_handlers_t handlers = {
+        .message = on_message, .stop = on_stop, .failed = on_failed, .context = self};
+    self->config = config;
+    self->life_fd = -1;
+    self->configured = config_device_find(config, false, device, &self->index);
+    XP_ASSERT(self->configured);
+    if (environment_agent(config, self->configured, false, &self->ordinal) != XP_OK) {
+        xp_log_error("cannot start");
+        goto done;
+    }
+    self->base = event_base_new();
+    if (!self->base || participant_create(self->base, config, xpw_Role_ROLE_ATNAGENT, device, 0,
+                                          "cuda", &handlers, &self->participant) != XP_OK) {
+        exit_code = participant_start_error();
+        goto done;
+    }
+    event_base_dispatch(self->base);
+    exit_code = participant_exit_code(self->participant);
+done:
+    participant_destroy(self->participant);
+    stage_atn_destroy(self->stage);
+    transport_cuda_life_close(&self->life);
+    cuda_device_close(&self->device);
+    if (self->life_fd >= 0)
+        close(self->life_fd);
+    free(self->plan);
+    if (self->base)
+        event_base_free(self->base);
+    free(self);
+    return exit_code;
+}

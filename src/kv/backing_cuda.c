@@ -1,0 +1,199 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Backing of a device: one physical handle a bundle, mapped into one reserved range.
+ *
+ * A grant maps its handles, makes them accessible with one call and clears them; a handle's memory
+ * may have been anybody's. Handles given up go to the ready pool first, up to its size, the rest to
+ * the driver. Calls come from one thread that has the device's context; nothing here waits for the
+ * caller's kernels, only for its own clearing.
+ */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/stream.h"
+#include "cuda/vmm.h"
+#include "kv/backing.h"
+#include "kv/backing_private.h"
+
+#define CLEAR_PATIENCE_NS (5 * XP_NS_PER_S)
+
+typedef struct cuda_backing {
+    kv_backing_t backing; /* first: the public pointer is this one */
+    const cuda_device_t *device;
+    cuda_stream_t stream;          /* of clearing */
+    cuda_memory_handle_t *handles; /* [ceiling], of the mapped bundles */
+    cuda_memory_handle_t *ready;   /* [ready_wanted] */
+    uint32_t ready_count, ready_wanted;
+} cuda_backing_t;
+
+static uint64_t address_of(const cuda_backing_t *self, uint32_t bundle)
+{
+    return self->backing.address + bundle * self->backing.bundle_bytes;
+}
+
+static xp_status_t handle_take(cuda_backing_t *self, cuda_memory_handle_t *handle_out)
+{
+    if (self->ready_count == 0)
+        return cuda_vmm_create(self->device, self->backing.bundle_bytes, handle_out);
+    *handle_out = self->ready[--self->ready_count];
+    self->backing.extra_bytes -= self->backing.bundle_bytes;
+    return XP_OK;
+}
+
+static void handle_give(cuda_backing_t *self, cuda_memory_handle_t handle)
+{
+    if (self->ready_count == self->ready_wanted) {
+        cuda_vmm_release(self->device, handle);
+        return;
+    }
+    self->ready[self->ready_count++] = handle;
+    self->backing.extra_bytes += self->backing.bundle_bytes;
+}
+
+static xp_status_t bundle_map(cuda_backing_t *self, uint32_t bundle)
+{
+    cuda_memory_handle_t handle;
+    XP_TRY(handle_take(self, &handle));
+    xp_status_t status = cuda_vmm_map_only(self->device, address_of(self, bundle),
+                                           self->backing.bundle_bytes, handle);
+    if (status != XP_OK) {
+        handle_give(self, handle);
+        return status;
+    }
+    self->handles[bundle] = handle;
+    return XP_OK;
+}
+
+static xp_status_t bundle_unmap(cuda_backing_t *self, uint32_t bundle)
+{
+    XP_TRY(cuda_vmm_unmap(self->device, address_of(self, bundle), self->backing.bundle_bytes));
+    handle_give(self, self->handles[bundle]);
+    self->handles[bundle] = 0;
+    return XP_OK;
+}
+
+static xp_status_t range_open(cuda_backing_t *self, uint32_t first, uint32_t end)
+{
+    const uint64_t bytes = (end - first) * self->backing.bundle_bytes;
+    XP_TRY(cuda_vmm_access(self->device, address_of(self, first), bytes));
+    XP_TRY(CUDA_CALL(self->device->driver, cuMemsetD8Async, address_of(self, first), 0, bytes,
+                     self->stream));
+    xp_clock_t clock = xp_clock_system();
+    return cuda_stream_wait(self->device, self->stream, &clock,
+                            xp_monotonic_ns() + CLEAR_PATIENCE_NS);
+}
+
+static xp_status_t cuda_grow(kv_backing_t *backing, uint32_t bundles)
+{
+    cuda_backing_t *self = (cuda_backing_t *)backing;
+    const uint32_t first = backing->mapped;
+    uint32_t at = first;
+    xp_status_t status = XP_OK;
+    for (; at < bundles && status == XP_OK; at += status == XP_OK)
+        status = bundle_map(self, at);
+    if (status == XP_OK)
+        status = range_open(self, first, bundles);
+    if (status == XP_OK)
+        return XP_OK;
+    /* Clearing that is late may still be writing: those bundles stay mapped, out of everybody's
+     * sight, and the next grow finds them gone with the process at the latest. */
+    if (status == XP_TIMEOUT)
+        return xp_fail_context(XP_FATAL, "clearing %u KV bundles", bundles - first);
+    xp_error_t why = *xp_error_last();
+    while (at > first)
+        (void)bundle_unmap(self, --at);
+    return xp_fail(status == XP_NO_MEMORY ? XP_NO_MEMORY : XP_IO, "%s", why.text);
+}
+
+static xp_status_t cuda_shrink(kv_backing_t *backing, uint32_t bundles)
+{
+    cuda_backing_t *self = (cuda_backing_t *)backing;
+    /* From the end, so that what is mapped is a prefix whatever happens. */
+    while (backing->mapped > bundles) {
+        XP_TRY(bundle_unmap(self, backing->mapped - 1));
+        backing->mapped--;
+    }
+    return XP_OK;
+}
+
+static bool cuda_prepare(kv_backing_t *backing)
+{
+    cuda_backing_t *self = (cuda_backing_t *)backing;
+    cuda_memory_handle_t handle;
+    if (self->ready_count == self->ready_wanted ||
+        self->ready_count + backing->mapped >= backing->ceiling)
+        return false;
+    if (cuda_vmm_create(self->device, backing->bundle_bytes, &handle) != XP_OK)
+        return false; /* a grant will say so, if it comes to one */
+    handle_give(self, handle);
+    return self->ready_count < self->ready_wanted &&
+           self->ready_count + backing->mapped < backing->ceiling;
+}
+
+static void cuda_trim(kv_backing_t *backing)
+{
+    cuda_backing_t *self = (cuda_backing_t *)backing;
+    while (self->ready_count > 0)
+        cuda_vmm_release(self->device, self->ready[--self->ready_count]);
+    backing->extra_bytes = 0;
+}
+
+static void cuda_destroy(kv_backing_t *backing)
+{
+    cuda_backing_t *self = (cuda_backing_t *)backing;
+    if (self->handles && self->ready) {
+        (void)cuda_shrink(backing, 0);
+        cuda_trim(backing);
+    }
+    if (backing->address)
+        cuda_vmm_unreserve(self->device, backing->address, backing->reserved_bytes);
+    cuda_stream_destroy(self->device, self->stream);
+    free(self->handles);
+    free(self->ready);
+    free(self);
+}
+
+static const kv_backing_kind_t cuda_kind = {.grow = cuda_grow,
+                                            .shrink = cuda_shrink,
+                                            .prepare = cuda_prepare,
+                                            .trim = cuda_trim,
+                                            .destroy = cuda_destroy};
+
+xp_status_t kv_backing_create_cuda(const kv_backing_options_t *options, const cuda_device_t *device,
+                                   kv_backing_t **backing_out)
+{
+    uint64_t bytes;
+    XP_TRY(kv_backing_measure(options, &bytes));
+    if (options->bundle_bytes % device->granularity_bytes)
+        return xp_fail(XP_INVALID,
+                       "a KV bundle of %" PRIu64 " bytes on cuda:%d; it has to be a multiple of "
+                       "%" PRIu64,
+                       options->bundle_bytes, device->ordinal, device->granularity_bytes);
+    cuda_backing_t *self = calloc(1, sizeof(*self));
+    if (!self)
+        return xp_fail(XP_NO_MEMORY, "backing of %s", options->name);
+    self->device = device;
+    self->ready_wanted = options->ready_bundles;
+    self->backing = (kv_backing_t){.kind = &cuda_kind,
+                                   .bundle_bytes = options->bundle_bytes,
+                                   .ceiling = options->ceiling_bundles,
+                                   .reserved_bytes = bytes,
+                                   .fd = -1};
+    xp_status_t status = XP_OK;
+    self->handles = calloc(options->ceiling_bundles, sizeof(*self->handles));
+    self->ready = calloc(options->ready_bundles + 1u, sizeof(*self->ready));
+    if (!self->handles || !self->ready) {
+        status = xp_fail(XP_NO_MEMORY, "tables of %u KV bundles", options->ceiling_bundles);
+        goto destroy;
+    }
+    cuda_address_t address;
+    XP_TRY_GOTO(status, destroy, cuda_stream_create(device, false, &self->stream));
+    XP_TRY_GOTO(status, destroy, cuda_vmm_reserve(device, bytes, &address));
+    self->backing.address = address;
+    *backing_out = &self->backing;
+    return XP_OK;
+destroy:
+    cuda_destroy(&self->backing);
+    return status;
+}

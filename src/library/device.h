@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The CUDA side of an Instance Rank: device, life word, arena, stages, and the launches of its FFN
+ * calls. Links no CUDA: the driver's table is loaded by the first rank on a GPU.
+ *
+ * Made by the thread that opens the rank; then the library's loop thread takes the messages and
+ * looks, and the engine's thread launches. What both use is under the object's lock, which nobody
+ * holds while waiting for the engine's streams.
+ */
+#ifndef XPOOL_LIBRARY_DEVICE_H
+#define XPOOL_LIBRARY_DEVICE_H
+
+#include <stdbool.h>
+
+#include "base/status.h"
+#include "wire/wire.h"
+#include "xpool/xpool.h"
+
+typedef struct library_device library_device_t;
+
+/* Opens device `ordinal`, as this process sees it; the calling thread's current context stays what
+ * it is. XP_UNSUPPORTED where there is no usable driver. */
+xp_status_t library_device_create(int ordinal, library_device_t **device_out);
+/* Closes the arena first. The engine's streams must be idle. Accepts NULL. */
+void library_device_destroy(library_device_t *device);
+/* Once, on the loop thread: the device is current there, and captures of other threads do not
+ * forbid it anything. */
+xp_status_t library_device_use(library_device_t *device);
+
+/* DevicePlane, with the page of life words and the plan. */
+xp_status_t library_device_plane(library_device_t *device, const xpw_DevicePlane *plane,
+                                 const wire_descriptors_t *fds);
+/* Admitted: makes the arena; its descriptor is the caller's. patience_ns: of one wait. */
+xp_status_t library_device_admit(library_device_t *device, const xpw_Admitted *admitted,
+                                 uint32_t rank, uint64_t patience_ns, xpw_ArenaOffer *offer_out,
+                                 int *arena_fd_out);
+/* StageGrant. */
+xp_status_t library_device_stage(library_device_t *device, const xpw_StageGrant *grant,
+                                 const wire_descriptors_t *fds);
+
+/* Queues the FFN of one layer on the caller's stream; `call` is checked but for its tensors. */
+xp_status_t library_device_ffn(library_device_t *device, const xpool_ffn_call_t *call);
+/* Writes the record of live rows on the stream (NULL: only tells where it is). */
+xp_status_t library_device_live(library_device_t *device, const xpool_live_t *live,
+                                uint64_t *record_out);
+/* The verdict of what was queued so far and has run; XP_RETRY: the device does not tell now. */
+xp_status_t library_device_finish(library_device_t *device, uint64_t deadline_ns);
+/* Terminal: kernels that wait in the arena end. Also on an object without one. */
+void library_device_close(library_device_t *device, xp_status_t reason);
+#endif

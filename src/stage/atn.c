@@ -1,0 +1,281 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The relay of an AtnAgent: owns the resident kernel (a Transport server), a relay arena for each
+ * of its Instance Ranks, and the mappings of the stages. One thread uses the object.
+ */
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "fabric/records.h"
+#include "stage/control.h"
+#include "stage/relay.h"
+
+#define ATN_START_NS (10 * XP_NS_PER_S)
+
+CUDA_IMAGE_DECLARE(stage_relay);
+
+typedef struct atn_rank {
+    uint32_t instance, rank;
+    cuda_block_t arena; /* the relay's */
+    uint32_t slot;
+    bool attached;
+} atn_rank_t;
+
+enum { ATN_KERNEL_RELAY, ATN_KERNEL_DESCRIBE, ATN_KERNELS };
+
+struct stage_atn {
+    const cuda_device_t *device;
+    const fabric_plan_t *plan;
+    stage_control_t control;
+    cuda_module_t module;
+    cuda_function_t kernels[ATN_KERNELS];
+    cuda_address_t table; /* stage_relay_t, and the groups behind it */
+    cuda_address_t groups[FABRIC_MAX_INSTANCES];
+    transport_cuda_server_t *server;
+    uint32_t count;
+    atn_rank_t ranks[TRANSPORT_RESIDENT_SLOTS];
+    cuda_block_t stages[FABRIC_MAX_INSTANCES][STAGE_MAX_MEMBERS];
+};
+
+static bool atn_serves(const fabric_plan_instance_t *instance, uint32_t atn)
+{
+    for (uint32_t rank = 0; rank < fabric_plan_ranks(instance); rank++)
+        if (instance->rank_atn[rank] == atn)
+            return true;
+    return false;
+}
+
+/* The ranks of this AtnAgent, each with a relay arena. */
+static xp_status_t atn_make_ranks(stage_atn_t *atn, uint32_t index)
+{
+    for (uint32_t i = 0; i < atn->plan->instance_count; i++) {
+        const fabric_plan_instance_t *plan = &atn->plan->instances[i];
+        XP_TRY(stage_plan_check(plan));
+        for (uint32_t rank = 0; rank < fabric_plan_ranks(plan); rank++) {
+            if (plan->rank_atn[rank] != index)
+                continue;
+            if (atn->count == TRANSPORT_RESIDENT_SLOTS)
+                return xp_fail(
+                    XP_UNSUPPORTED,
+                    "AtnAgent %u has more than %d Instance Ranks; spread the models over "
+                    "more attention devices",
+                    index, TRANSPORT_RESIDENT_SLOTS);
+            atn_rank_t *own = &atn->ranks[atn->count++];
+            own->instance = i;
+            own->rank = rank;
+            transport_geometry_t geometry = stage_geometry(plan);
+            XP_TRY(cuda_block_create(
+                atn->device, transport_cuda_arena_bytes(atn->device, &geometry), &own->arena));
+            /* FfnAgents look at the header when they attach it, which may be before the rank comes.
+             */
+            mailbox_arena_t header = transport_cuda_header(&geometry);
+            XP_TRY(CUDA_CALL(atn->device->driver, cuMemsetD8Async, own->arena.address, 0,
+                             MAILBOX_HEADER_BYTES, atn->control.stream));
+            XP_TRY(stage_control_write(&atn->control, own->arena.address, &header, sizeof(header),
+                                       xp_monotonic_ns() + ATN_START_NS));
+        }
+    }
+    return atn->count ? XP_OK : xp_fail(XP_INVALID, "AtnAgent %u serves no Instance Rank", index);
+}
+
+static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cuda_life_t *life)
+{
+    static const char *const names[ATN_KERNELS] = {"stage_relay", "stage_relay_describe"};
+    XP_TRY(stage_control_init(atn->device, &atn->control));
+    XP_TRY(cuda_module_load(atn->device, &cuda_image_stage_relay, names, ATN_KERNELS, &atn->module,
+                            atn->kernels));
+    uint64_t bytes = sizeof(stage_relay_t), at = bytes;
+    for (uint32_t i = 0; i < atn->plan->instance_count; i++)
+        bytes += sizeof(uint32_t) * atn->plan->instances[i].layers;
+    XP_TRY(CUDA_CALL(atn->device->driver, cuMemAlloc, &atn->table, bytes));
+    for (uint32_t i = 0; i < atn->plan->instance_count; i++) {
+        uint32_t groups[MODEL_MAX_LAYERS];
+        const fabric_plan_instance_t *plan = &atn->plan->instances[i];
+        if (!atn_serves(plan, index))
+            continue;
+        XP_TRY(stage_plan_check(plan));
+        memcpy(groups, plan->layer_group, sizeof(*groups) * plan->layers);
+        atn->groups[i] = atn->table + at;
+        XP_TRY(stage_control_write(&atn->control, atn->groups[i], groups,
+                                   sizeof(*groups) * plan->layers,
+                                   xp_monotonic_ns() + ATN_START_NS));
+        at += sizeof(*groups) * plan->layers;
+    }
+    XP_TRY(atn_make_ranks(atn, index));
+    return transport_cuda_server_create(atn->device, life, atn->count,
+                                        atn->kernels[ATN_KERNEL_RELAY], atn->table, &atn->server);
+}
+
+xp_status_t stage_atn_create(const cuda_device_t *device, const fabric_plan_t *plan, uint32_t index,
+                             const transport_cuda_life_t *life, stage_atn_t **atn_out)
+{
+    stage_atn_t *atn = calloc(1, sizeof(*atn));
+    if (!atn)
+        return xp_fail(XP_NO_MEMORY, "no memory for the relay of AtnAgent %u", index);
+    atn->device = device;
+    atn->plan = plan;
+    xp_status_t status = atn_make(atn, index, life);
+    if (status != XP_OK) {
+        stage_atn_destroy(atn);
+        return status;
+    }
+    *atn_out = atn;
+    return XP_OK;
+}
+
+static xp_status_t atn_find(const stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                            const atn_rank_t **rank_out)
+{
+    for (uint32_t i = 0; i < atn->count; i++)
+        if (atn->ranks[i].instance == instance && atn->ranks[i].rank == rank) {
+            *rank_out = &atn->ranks[i];
+            return XP_OK;
+        }
+    return xp_fail(XP_NOT_FOUND, "rank %u of Instance %u is not this AtnAgent's", rank, instance);
+}
+
+static xp_status_t atn_find_attached(const stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                                     atn_rank_t **rank_out)
+{
+    const atn_rank_t *found = NULL;
+    XP_TRY(atn_find(atn, instance, rank, &found));
+    if (!found->attached)
+        return xp_fail(XP_NOT_FOUND, "rank %u of %.48s is not attached", rank,
+                       atn->plan->instances[instance].id);
+    *rank_out = (atn_rank_t *)found;
+    return XP_OK;
+}
+
+xp_status_t stage_atn_export(const stage_atn_t *atn, uint32_t instance, uint32_t rank, int *fd_out)
+{
+    const atn_rank_t *found = NULL;
+    XP_TRY(atn_find(atn, instance, rank, &found));
+    return cuda_vmm_export(atn->device, found->arena.handle, fd_out);
+}
+
+xp_status_t stage_atn_open(stage_atn_t *atn, uint32_t instance, uint32_t ffn, int stage_fd)
+{
+    if (instance >= atn->plan->instance_count || !atn->groups[instance] ||
+        ffn >= STAGE_MAX_MEMBERS || !(stage_members(&atn->plan->instances[instance]) >> ffn & 1))
+        return xp_fail(XP_INVALID, "no stage of FfnAgent %u for Instance %u is used here", ffn,
+                       instance);
+    if (atn->stages[instance][ffn].handle)
+        return xp_fail(XP_INVALID, "the stage of FfnAgent %u for %.48s is open already", ffn,
+                       atn->plan->instances[instance].id);
+    return cuda_block_import(atn->device, stage_fd,
+                             stage_page_bytes(&atn->plan->instances[instance]),
+                             &atn->stages[instance][ffn]);
+}
+
+xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank, int arena_fd,
+                             uint32_t life_index, uint64_t deadline_ns)
+{
+    const atn_rank_t *found = NULL;
+    XP_TRY(atn_find(atn, instance, rank, &found));
+    atn_rank_t *own = (atn_rank_t *)found;
+    const fabric_plan_instance_t *plan = &atn->plan->instances[instance];
+    if (own->attached)
+        return xp_fail(XP_INVALID, "rank %u of %.48s is attached already", rank, plan->id);
+    transport_geometry_t geometry = stage_geometry(plan);
+    stage_relay_slot_t slot = {
+        .uniform = stage_uniform_group(plan),
+        .layers = plan->layers,
+        .hidden = plan->hidden,
+        .tp = plan->atn_tp,
+        .dp = plan->atn_dp,
+        .rank = rank,
+        .direct = plan->delivery == FABRIC_DELIVERY_DIRECT_PARTIAL,
+        .groups = atn->groups[instance],
+        .arena = own->arena.address,
+        .output = own->arena.address + transport_cuda_output_offset(&geometry),
+        .partial = own->arena.address + transport_cuda_partial_offset(&geometry),
+        .partial_stride = transport_cuda_partial_bytes(&geometry) / sizeof(float),
+    };
+    XP_TRY(stage_dtype(plan, &slot.dtype));
+    for (uint32_t left = stage_members(plan); left; left &= left - 1) {
+        uint32_t ffn = fabric_group_first(left);
+        const cuda_block_t *stage = &atn->stages[instance][ffn];
+        if (!stage->handle)
+            return xp_fail(XP_INVALID, "%.48s: the stage of FfnAgent %u is not open", plan->id,
+                           ffn);
+        slot.line[ffn] =
+            stage->address + offsetof(stage_page_t, lines) + rank * sizeof(stage_line_t);
+        slot.input[ffn] = stage->address + STAGE_HEADER_BYTES;
+    }
+    uint32_t index;
+    XP_TRY(transport_cuda_server_next(atn->server, &index));
+    cuda_address_t at = atn->table + offsetof(stage_relay_t, slot) + index * sizeof(slot);
+    mailbox_arena_t header = transport_cuda_header(&geometry);
+    void *parameters[] = {&at, &slot, &header};
+    XP_TRY(cuda_launch(atn->device, atn->kernels[ATN_KERNEL_DESCRIBE], 1, 32, atn->control.stream,
+                       parameters));
+    XP_TRY(stage_control_wait(&atn->control, deadline_ns));
+    XP_TRY(transport_cuda_server_attach(atn->server, arena_fd, &geometry, life_index, deadline_ns,
+                                        &own->slot));
+    own->attached = true;
+    return XP_OK;
+}
+
+xp_status_t stage_atn_detach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                             uint64_t deadline_ns)
+{
+    atn_rank_t *own;
+    XP_TRY(atn_find_attached(atn, instance, rank, &own));
+    XP_TRY(transport_cuda_server_detach(atn->server, own->slot, deadline_ns));
+    own->attached = false;
+    return XP_OK;
+}
+
+xp_status_t stage_atn_close(stage_atn_t *atn, uint32_t instance, uint32_t rank, xp_status_t reason)
+{
+    atn_rank_t *own;
+    XP_TRY(atn_find_attached(atn, instance, rank, &own));
+    return transport_cuda_server_close(atn->server, own->slot, reason);
+}
+
+xp_status_t stage_atn_report(stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                             uint64_t deadline_ns, transport_cuda_report_t *report_out)
+{
+    atn_rank_t *own;
+    XP_TRY(atn_find_attached(atn, instance, rank, &own));
+    return transport_cuda_server_report(atn->server, own->slot, deadline_ns, report_out);
+}
+
+xp_status_t stage_atn_close_all(stage_atn_t *atn, xp_status_t reason)
+{
+    xp_status_t first = XP_OK;
+    for (uint32_t i = 0; i < atn->count; i++) {
+        xp_status_t status =
+            atn->ranks[i].attached
+                ? transport_cuda_server_close(atn->server, atn->ranks[i].slot, reason)
+                : XP_OK;
+        if (first == XP_OK)
+            first = status;
+    }
+    return first;
+}
+
+void stage_atn_destroy(stage_atn_t *atn)
+{
+    if (!atn)
+        return;
+    /* The server's destroy ends the kernel; one that does not leave keeps its memory. */
+    xp_status_t status =
+        atn->server ? transport_cuda_server_stop(atn->server, xp_monotonic_ns() + 1 * XP_NS_PER_S)
+                    : XP_OK;
+    transport_cuda_server_destroy(atn->server);
+    if (status == XP_OK || status == XP_FATAL) {
+        for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++)
+            for (uint32_t ffn = 0; ffn < STAGE_MAX_MEMBERS; ffn++)
+                cuda_block_destroy(&atn->stages[i][ffn]);
+        for (uint32_t i = 0; i < atn->count; i++)
+            cuda_block_destroy(&atn->ranks[i].arena);
+        if (atn->table)
+            CUDA_IGNORE(atn->device->driver, cuMemFree, atn->table);
+        cuda_module_unload(&atn->module);
+        stage_control_fini(&atn->control);
+    }
+    free(atn);
+}

@@ -1,0 +1,210 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Stages: what an Instance writes into an FfnAgent's device memory, and what its members write to
+ * each other. One source for C and CUDA: layouts and transitions, static functions only.
+ * verify/stage.pml models exactly these.
+ *
+ * A stage belongs to one Instance and one FfnAgent. It has a line for each Instance Rank and one
+ * input area, in which the rows of the attention DP ranks lie one after another: every rank knows
+ * the counts of all, so each writes its own rows at their place and nobody has to gather them.
+ * Under attention TP the rows of a DP rank come from its first rank; the others publish only their
+ * line.
+ *
+ *   line of a rank   EMPTY/TAKEN s ── stage_line_publish(t > s) ──▶ LIVE t ── answered ──▶ TAKEN t
+ *
+ * | word                | writer            | reader            | rewritten after            |
+ * | line.sequence       | Instance Rank     | FfnAgent          | the answer of all members  |
+ * | partial.sequence    | member            | first member      | the answer (next lines)    |
+ * | response, partial   | first member,     | Instance Rank     | the next lines of all      |
+ * |  of the arena       |  each member      |  (or relay)       |  ranks                     |
+ *
+ * Sequences are the Transport's, one count an Instance over all layers, and grow; a stage sees only
+ * those of its own layers. All ranks of an Instance use the same number for the same layer.
+ */
+#ifndef XPOOL_STAGE_RECORDS_H
+#define XPOOL_STAGE_RECORDS_H
+
+#include "fabric/plan.h"
+#include "transport/cuda_device.h"
+
+#define STAGE_MAGIC          0x31475358u /* "XSG1" */
+#define STAGE_PARTIALS_MAGIC 0x31505358u /* "XSP1" */
+#define STAGE_ABI            1u
+#define STAGE_HEADER_BYTES   4096u
+#define STAGE_MAX_MEMBERS    FABRIC_MAX_FFN
+
+/* ---- stage: Instance Ranks to an FfnAgent --------------------------------------------------- */
+typedef mailbox_request_t stage_line_t;
+
+typedef struct stage_page {
+    /* Constant, written by the FfnAgent. */
+    uint32_t magic, abi;
+    uint64_t bytes, generation;
+    uint32_t instance, ffn, ranks, dp_size, hidden, max_rows, dtype, reserved;
+    uint8_t pad[MAILBOX_LINE - 56];
+    stage_line_t lines[FABRIC_MAX_RANKS]; /* one cache line each, the rank's */
+    /* input rows at STAGE_HEADER_BYTES */
+} stage_page_t;
+
+/* Instance Rank, no line of it live: rows and the other fields of the line were written before, by
+ * this thread or by threads that this one has met in a barrier. release: pairs with
+ * stage_line_read. */
+PROTOCOL_FUNCTION void stage_line_publish(stage_line_t *line, uint64_t sequence)
+{
+    PROTOCOL_PUBLISH(&line->sequence, sequence);
+}
+
+/* FfnAgent: is there a line after `taken`, the last one answered? A cheap look first, without
+ * order: most looks find nothing. */
+PROTOCOL_FUNCTION int stage_line_changed(const stage_line_t *line, uint64_t taken)
+{
+    return PROTOCOL_LOAD_RELAXED(&line->sequence) != taken;
+}
+
+/* FfnAgent. Fields are loaded once into *line_out, which is written only for MAILBOX_LIVE. acquire:
+ * pairs with stage_line_publish, so line and rows are those of that sequence. */
+PROTOCOL_FUNCTION mailbox_look_t stage_line_read(const stage_line_t *line, uint64_t taken,
+                                                 stage_line_t *line_out)
+{
+    const uint64_t sequence = PROTOCOL_LOAD_ACQUIRE(&line->sequence);
+    if (sequence == taken)
+        return MAILBOX_NONE;
+    if (sequence < taken)
+        return MAILBOX_NONSENSE;
+    line_out->sequence = sequence;
+    line_out->slo_deadline_ns = PROTOCOL_LOAD_RELAXED(&line->slo_deadline_ns);
+    line_out->layer = PROTOCOL_LOAD_RELAXED(&line->layer);
+    line_out->rows = PROTOCOL_LOAD_RELAXED(&line->rows);
+    line_out->kind = PROTOCOL_LOAD_RELAXED(&line->kind);
+    line_out->reserved = 0;
+    for (int i = 0; i < MAILBOX_MAX_DP; i++)
+        line_out->dp_rows[i] = PROTOCOL_LOAD_RELAXED(&line->dp_rows[i]);
+    return MAILBOX_LIVE;
+}
+
+/* ---- partials: members to the group's first member ------------------------------------------ */
+/* One an Instance where an FfnAgent reduces. The areas belong to the Instance and not to a Lane, so
+ * no member holds a Lane while it waits for another: any number of Lanes is free of deadlock. */
+typedef struct stage_partials {
+    uint32_t magic, abi;
+    uint64_t bytes;
+    uint32_t instance, ffn, members, rows, hidden, reserved;
+    uint8_t pad[MAILBOX_LINE - 40];
+    mailbox_partial_t ready[STAGE_MAX_MEMBERS]; /* by position in the group */
+    /* FP32 areas [members][rows][hidden] at STAGE_HEADER_BYTES */
+} stage_partials_t;
+
+/* ---- Instance Rank -------------------------------------------------------------------------- */
+/* Where one put goes: into the stages of the layer's members, or (relay) into its own arena. */
+typedef struct stage_target {
+    uint64_t line, input; /* addresses */
+} stage_target_t;
+
+typedef struct stage_put {
+    uint32_t count; /* of targets */
+    uint32_t layer, captured;
+    uint32_t dp, dp_size; /* this rank's DP rank */
+    uint32_t carries;     /* its rows travel; 0 for the further ranks of attention TP */
+    uint32_t gathered;    /* at their place among those of all DP ranks; 0: at the start */
+    uint32_t reserved;
+    uint64_t row_bytes;
+    stage_target_t targets[STAGE_MAX_MEMBERS];
+} stage_put_t;
+
+/* Bytes that this rank's rows are away from the start of the input area. */
+PROTOCOL_FUNCTION uint64_t stage_put_offset(const stage_put_t *put, const transport_live_t *live)
+{
+    uint64_t before = 0;
+    for (uint32_t i = 0; put->gathered && i < put->dp && i < MAILBOX_MAX_DP; i++)
+        before += live->dp_rows[i];
+    return before * put->row_bytes;
+}
+
+/* Rows that this rank puts, and which of them travel. */
+PROTOCOL_FUNCTION uint64_t stage_put_bytes(const stage_put_t *put, const transport_live_t *live)
+{
+    return put->carries ? transport_device_rows(live, put->captured) * put->row_bytes : 0;
+}
+
+/* May put write rows? Read by every block before any of them is through. */
+PROTOCOL_FUNCTION int stage_put_allowed(const transport_device_state_t *state)
+{
+    return state->status == XP_OK && state->phase == TRANSPORT_PHASE_IDLE;
+}
+
+/* After all rows were written, by one thread. */
+PROTOCOL_FUNCTION void stage_device_put(const stage_put_t *put, transport_device_state_t *state,
+                                        const transport_live_t *live)
+{
+    if (state->status != XP_OK)
+        return;
+    if (state->phase != TRANSPORT_PHASE_IDLE) {
+        state->status = XP_INVALID;
+        return;
+    }
+    state->rows = transport_device_rows(live, put->captured);
+    state->sequence++;
+    state->phase = TRANSPORT_PHASE_LIVE;
+    state->requests++;
+    state->total_rows += state->rows;
+    for (uint32_t t = 0; t < put->count; t++) {
+        stage_line_t *line = (stage_line_t *)(uintptr_t)put->targets[t].line;
+        line->slo_deadline_ns = live->slo_deadline_ns;
+        line->layer = put->layer;
+        line->rows = state->rows;
+        line->kind = live->kind;
+        line->reserved = 0;
+        for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
+            line->dp_rows[i] = put->dp_size > 1 ? live->dp_rows[i] : i ? 0 : state->rows;
+    }
+    /* The first release waits for all that was written so far, the others for next to nothing. */
+    for (uint32_t t = 0; t < put->count; t++)
+        stage_line_publish((stage_line_t *)(uintptr_t)put->targets[t].line, state->sequence);
+}
+
+/* One look of a wait. direct: members (bits) that answer with a partial; 0: the response answers.
+ * *missing: those not seen yet, all of `direct` before the first look. Returns 1 when over. */
+PROTOCOL_FUNCTION int stage_device_wait_look(const mailbox_arena_t *arena,
+                                             transport_device_state_t *state, uint32_t direct,
+                                             uint32_t *missing)
+{
+    uint32_t answer = XP_OK, closed;
+    mailbox_look_t look = MAILBOX_LIVE;
+    if (direct == 0) {
+        look = mailbox_word_read(&arena->response.sequence, state->sequence);
+        if (look == MAILBOX_LIVE)
+            answer = PROTOCOL_LOAD_RELAXED(&arena->response.status);
+    }
+    for (uint32_t left = *missing; direct && left && look != MAILBOX_NONSENSE; left &= left - 1) {
+        uint32_t member = 0, status = XP_OK;
+        while (!(left >> member & 1))
+            member++;
+        look = mailbox_partial_read(mailbox_partial_of(arena, member), state->sequence, &status);
+        if (look == MAILBOX_LIVE) {
+            *missing &= ~(1u << member);
+            if (status != XP_OK)
+                answer = status;
+        }
+    }
+    if (look == MAILBOX_NONSENSE) {
+        state->status = XP_PEER;
+        return 1;
+    }
+    if (answer != XP_OK) {
+        /* Of several members the others may still answer, so only a single answer lets the client
+         * go on with the next pass. */
+        state->status = answer < XP_STATUS_COUNT ? answer : (uint32_t)XP_PEER;
+        if (!direct || (direct & (direct - 1)) == 0)
+            state->phase = TRANSPORT_PHASE_IDLE;
+        return 1;
+    }
+    if (direct ? *missing == 0 : look == MAILBOX_LIVE) {
+        state->phase = TRANSPORT_PHASE_ANSWERED;
+        return 1;
+    }
+    closed = mailbox_closed(arena);
+    if (closed)
+        state->status = closed < XP_STATUS_COUNT ? closed : (uint32_t)XP_PEER;
+    return closed != 0;
+}
+#endif

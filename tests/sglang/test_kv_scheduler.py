@@ -1,0 +1,491 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""The elastic KV Cache under SGLang's own scheduling code, without a model: admission, chunked prefill,
+decode, retraction, prefix cache and checks for leaks are SGLang's; a forward pass is a function that reads
+the rows of a request back and writes the next ones. The daemon is a random one: it shrinks and grows at any
+step, whatever is wanted, and grants what is wanted some time later, or not.
+
+Every request must end with the tokens that it would have had alone in a big cache.
+"""
+
+import array
+import os
+import random
+import types
+import unittest
+from unittest import mock
+
+from kv_model import BUNDLE, LAYERS, ROOT, SLOTS, Range, make_pool
+
+import torch
+from sglang.srt import server_args as server_arguments
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.managers.scheduler_components.pool_stats_observer import SchedulerPoolStatsObserver
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from xpool import kv as kvs
+from xpool.sglang import kv as plugin, kv_pool
+from xpool.sglang.kv_room import Room
+
+VOCABULARY = 50
+CHUNK = 24
+CONTEXT = 160
+MOST = 8
+STEP_NS = 10_000_000
+
+
+def rows(tokens):
+    """The contents of these tokens' rows: a function of each one's prefix."""
+    mark, marks = 7, []
+    for token in tokens:
+        mark = (mark * 1000003 + token * 7919 + 12345) % (1 << 20)
+        marks.append(float(mark))
+    return torch.tensor(marks)
+
+
+def alone(prompt, new):
+    """The tokens that a request gets: each is a function of all rows before it."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(next_token(rows(tokens)))
+    return tokens[len(prompt) :]
+
+
+def next_token(marks):
+    return int(marks.to(torch.float64).sum()) % VOCABULARY
+
+
+class Counts:
+    def __init__(self):
+        self.held = self.retracted = self.chunks_held = 0
+
+
+class Simulation:
+    def __init__(self, mapped, kind="mha"):
+        self.kv = Range(mapped, make_bytes(kind))
+        self.kv.ceiling = SLOTS
+        self.mha = kind == "mha"
+        kv_pool.Allocator.first_limit = mapped
+        pool = make_pool(self.kv, kind)
+        allocator = kv_pool.Allocator(SLOTS - 1, torch.float32, "cpu", pool, False)
+        kv_pool.Allocator.first_limit = None
+        table = ReqToTokenPool(MOST, CONTEXT, "cpu", False)
+        tree = RadixCache(
+            CacheInitParams(
+                disable=False, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=1
+            )
+        )
+        self.now = 1
+        self.pool, self.counts, self.answers = pool, Counts(), {}
+        self.scheduler = self.make_scheduler(allocator, tree, table)
+        with mock.patch.object(plugin, "_kv", self.kv), mock.patch("xpool.sglang.rank.slo", lambda: (500, 50)):
+            plugin._make(self.scheduler)
+        self.elastic, plugin._elastic = plugin._elastic, None
+        self.elastic.clock = lambda: self.now
+
+    def make_scheduler(self, allocator, tree, table):
+        s = Scheduler.__new__(Scheduler)
+        off = """enable_fpm enable_hisparse enable_priority_preemption enable_hierarchical_cache is_hybrid_swa
+            enable_lora enable_hicache_storage enable_overlap enable_priority_scheduling require_mlp_sync
+            is_mixed_chunk enable_dynamic_chunking prefill_delayer dllm_config chunked_req last_batch cur_batch
+            truncation_align_size lora_drainer draft_worker idle_sleeper""".split()
+        for name in off:
+            setattr(s, name, None if name not in ("enable_overlap", "is_mixed_chunk") else False)
+        s.page_size, s.spec_algorithm = 1, SpeculativeAlgorithm.NONE
+        s.server_args = server_arguments.get_global_server_args()
+        s.token_to_kv_pool_allocator, s.tree_cache, s.req_to_token_pool = allocator, tree, table
+        s.model_config = types.SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
+        s.waiting_queue, s.running_batch = [], ScheduleBatch(reqs=[], batch_is_full=False)
+        s.policy = SchedulePolicy("fcfs", tree, False, False, False)
+        s.new_token_ratio_tracker = NewTokenRatioTracker.from_server_args(s.server_args)
+        s.max_prefill_tokens, s.chunked_prefill_size = 1000, CHUNK
+        s.max_running_requests, s.max_prefill_bs = MOST, 0
+        s.priority_scheduling_preemption_threshold = 0
+        s.max_total_num_tokens = SLOTS - 1
+        s.forward_ct = 0
+        s.ps = types.SimpleNamespace(attn_tp_size=1, pp_size=1)
+        s.disaggregation_mode = plugin_mode()
+        s.return_health_check_ipcs = []
+        for name in "grammar_manager metrics_reporter load_inquirer dllm_manager".split():
+            setattr(s, name, mock.MagicMock())
+        s.grammar_manager.has_waiting_grammars.return_value = False
+        s.grammar_manager.grammar_queue = []
+        s.dllm_manager.any_staging_reqs.return_value = False
+        s.load_inquirer._get_num_pending_tokens.return_value = 0
+        s.dp_attn_adapter = types.SimpleNamespace(maybe_prepare_mlp_sync_batch=lambda batch, **more: batch)
+        s.ipc_channels = types.SimpleNamespace(
+            send_to_tokenizer=types.SimpleNamespace(send_output=self.answer)
+        )
+        for name in "_abort_on_waiting_timeout _abort_on_running_timeout".split():
+            setattr(s, name, lambda: None)
+        s._maybe_prepare_ngram_embedding = lambda batch: batch
+        s._set_or_validate_priority = lambda request: True
+        s._abort_on_queued_limit = lambda request: False
+        s._prefetch_kvcache = lambda request: None
+        s._pp_microbatches_drained = lambda: True
+        ends = dict(get_last_batch=lambda: s.last_batch, get_running_batch=lambda: s.running_batch)
+        s.pool_stats_observer = SchedulerPoolStatsObserver(
+            tree_cache=tree, token_to_kv_pool_allocator=allocator, req_to_token_pool=table,
+            session_controller=mock.MagicMock(), hisparse_coordinator=None, is_hybrid_swa=False,
+            is_hybrid_ssm=False, enable_hisparse=False, full_tokens_per_layer=None, swa_tokens_per_layer=None,
+            max_total_num_tokens=SLOTS - 1, **ends,
+        )  # fmt: skip
+        s.invariant_checker = SchedulerInvariantChecker(
+            is_hybrid_swa=False, is_hybrid_ssm=False, disaggregation_mode=s.disaggregation_mode, page_size=1,
+            full_tokens_per_layer=None, swa_tokens_per_layer=None, max_total_num_tokens=SLOTS - 1,
+            server_args=s.server_args, tree_cache=tree, token_to_kv_pool_allocator=allocator,
+            req_to_token_pool=table, pool_stats_observer=s.pool_stats_observer, **ends,
+        )  # fmt: skip
+        return s
+
+    def answer(self, output, request):
+        self.answers[request.rid] = output.finished_reason
+
+    def add(self, name, prompt, new):
+        request = Req(
+            name, "", array.array("q", prompt), SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True)
+        )
+        request.wanted = alone(prompt, new)
+        self.queue(request)
+        return request
+
+    def queue(self, request):
+        self.scheduler._add_request_to_queue(request)
+
+    # --- one round of the loop -----------------------------------------------------------------------
+
+    def step(self):
+        """What event_loop_normal does."""
+        self.now += STEP_NS
+        scheduler, elastic = self.scheduler, self.elastic
+        with mock.patch.object(plugin, "_elastic", elastic), mock.patch.object(plugin, "_kv", self.kv):
+            plugin._begin(scheduler, [])
+            chunked = scheduler.chunked_req
+            batch = scheduler.get_next_batch_to_run()
+            scheduler.cur_batch = batch
+            if elastic.decode is not None:
+                self.counts.held += 1
+                self.counts.chunks_held += chunked is not None
+            if batch:
+                self.forward(batch)
+            scheduler.last_batch = batch
+            self.check()
+        return batch
+
+    def forward(self, batch):
+        extend = batch.forward_mode.is_extend()
+        table = self.scheduler.req_to_token_pool.req_to_token
+        for request in list(batch.reqs):
+            filled = request.fill_len if extend else request.kv_committed_len
+            tokens = (request.origin_input_ids + request.output_ids)[:filled]
+            slots = table[request.req_pool_idx, :filled].long()
+            first = len(request.prefix_indices) if extend else filled - 1
+            marks = rows(tokens)
+            self.write(slots[first:], marks[first:])
+            assert self.read(slots, marks), f"{request.rid} does not find its rows"
+            if request.inflight_middle_chunks > 0 and extend:
+                request.inflight_middle_chunks -= 1
+                continue
+            if request.finished():
+                continue
+            request.output_ids.append(next_token(self.pool.get_key_buffer(0)[slots, 0, 0]))
+            if len(request.output_ids) >= request.sampling_params.max_new_tokens:
+                request.finished_reason = FINISH_LENGTH(len(request.output_ids))
+            if request.to_finish is not None:
+                request.finished_reason = request.to_finish
+            if request.finished():
+                release_kv_cache(request, self.scheduler.tree_cache)
+            elif extend:
+                maybe_cache_unfinished_req(request, self.scheduler.tree_cache)
+
+    def write(self, slots, marks):
+        self.kv.untouched()
+        for layer in range(LAYERS):
+            shaped = marks.view(-1, 1, 1) + layer
+            k = self.pool.get_key_buffer(layer)
+            k[slots] = shaped.expand(-1, *k.shape[1:])
+            if self.mha:
+                v = self.pool.get_value_buffer(layer)
+                v[slots] = -shaped.expand(-1, *v.shape[1:])
+
+    def read(self, slots, marks):
+        return all(
+            bool((self.pool.get_key_buffer(layer)[slots] == (marks + layer).view(-1, 1, 1)).all())
+            for layer in range(LAYERS)
+        )
+
+    def check(self):
+        self.kv.untouched()
+        checker = self.scheduler.invariant_checker
+        stats = self.scheduler.pool_stats_observer.get_pool_stats()
+        uncached = checker._get_total_uncached_sizes()[0] if self.scheduler.last_batch is not None else None
+        if uncached is not None:
+            leak, text = checker._check_full_pool(stats, uncached=uncached)
+            assert not leak, text
+        if self.scheduler.is_fully_idle():
+            leak, texts = checker._check_all_pools(stats)
+            assert not leak, texts
+        assert 0 <= stats.full_token_usage <= 1, stats
+
+    def command(self, kind, slots, trim=False):
+        if kind == kvs.GROW:
+            self.kv.grow(slots)
+        self.kv.commands.append(kvs.Command(kind, slots, trim))
+
+    def resize(self, slots):
+        self.command(kvs.GROW if slots >= self.kv.mapped else kvs.SHRINK, slots, random.random() < 0.1)
+
+    def wanted(self):
+        """Slots of the demand reported last, 0 when there is none."""
+        report = self.kv.reports[-1]
+        return report["demand_tokens"] if report.get("demand") else 0
+
+
+def make_bytes(kind):
+    from kv_model import ROW
+
+    return LAYERS * (ROW if kind == "mha" else 14 * 4)
+
+
+def plugin_mode():
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    return DisaggregationMode.NULL
+
+
+def whole(slots):
+    return -(-slots // BUNDLE) * BUNDLE
+
+
+def setUpModule():
+    """SGLang's global arguments, and the plugin's hooks on its classes, put back afterwards."""
+    global PATCHES
+    arguments = server_arguments.ServerArgs(
+        model_path=str(ROOT / "models" / "tales" / "qwen3-moe"), device="cpu", attention_backend="torch_native",
+        disable_overlap_schedule=True, chunked_prefill_size=CHUNK, page_size=1, disable_cuda_graph=True,
+        sampling_backend="pytorch", grammar_backend="none", max_running_requests=MOST,
+    )  # fmt: skip
+    arguments.pp_max_micro_batch_size = MOST
+    server_arguments.set_global_server_args_for_scheduler(arguments)
+    PATCHES = [
+        (Scheduler, "get_next_batch_to_run", plugin._next_batch),
+        (Scheduler, "get_new_batch_prefill", plugin._next_prefill),
+        (Scheduler, "update_running_batch", plugin._next_decode),
+        (Scheduler, "_add_request_to_queue", plugin._queue),
+        (PrefillAdder, "add_one_req", plugin._admit),
+        (SchedulerInvariantChecker, "_check_full_pool", plugin._check_full),
+        (SchedulerPoolStatsObserver, "_get_token_info", plugin._token_info),
+    ]
+    PATCHES = [mock.patch.object(owner, name, around(getattr(owner, name), hook)) for owner, name, hook in PATCHES]
+    for patch in PATCHES:
+        patch.start()
+
+
+def tearDownModule():
+    for patch in PATCHES:
+        patch.stop()
+
+
+def around(original, hook):
+    return lambda *arguments, **options: hook(original, *arguments, **options)
+
+
+def random_prompt(texts):
+    text = random.choice(texts)
+    return text[: random.randrange(1, len(text))] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))]
+
+
+class Histories(unittest.TestCase):
+    def history(self, seed, steps, grants, kind="mha"):
+        """Random requests and commands; `grants`: how likely a demand is met in a step."""
+        random.seed(seed)
+        simulation = Simulation(random.randrange(2, 6) * BUNDLE, kind)
+        texts = [[random.randrange(VOCABULARY) for _ in range(70)] for _ in range(3)]
+        requests = []
+        for number in range(steps):
+            if random.random() < 0.25 and len(simulation.scheduler.waiting_queue) < 6:
+                prompt = random_prompt(texts)
+                requests.append(simulation.add(f"r{number}", prompt, random.randrange(1, 60)))
+            if random.random() < 0.3:
+                simulation.resize(random.randrange(1, SLOTS // BUNDLE + 1) * BUNDLE)
+            elif random.random() < grants and simulation.wanted() if simulation.kv.reports else False:
+                simulation.resize(max(whole(simulation.wanted()), BUNDLE))
+            simulation.step()
+        # In the end the daemon gives what is wanted.
+        for _ in range(3000):
+            if simulation.scheduler.is_fully_idle():
+                break
+            if simulation.wanted() and not simulation.kv.commands:
+                simulation.resize(whole(simulation.wanted()))
+            simulation.step()
+        self.assertTrue(simulation.scheduler.is_fully_idle(), "requests were left over")
+        wrong = [r.rid for r in requests if list(r.output_ids) != r.wanted]
+        self.assertEqual(wrong, [], "other tokens")
+        self.assertEqual(simulation.answers, {})
+        simulation.command(kvs.SHRINK, BUNDLE, True)
+        simulation.step()
+        self.assertEqual(simulation.kv.mapped, BUNDLE)
+        return simulation.counts
+
+    def test_random_daemon(self):
+        held = chunks = 0
+        for seed in range(int(os.environ.get("XPOOL_KV_HISTORIES", "6"))):
+            counts = self.history(seed, 300, (0.1, 0.5, 0.9)[seed % 3], ("mha", "mla")[seed % 2])
+            held += counts.held
+            chunks += counts.chunks_held
+        self.assertGreater(held, 0, "no decode ever waited")
+        self.assertGreater(chunks, 0, "no chunked prefill ever waited")
+
+
+class Scenes(unittest.TestCase):
+    def run_until(self, simulation, condition, most=400):
+        for _ in range(most):
+            if condition():
+                return
+            simulation.step()
+        self.fail("it never came to that")
+
+    def test_a_prefill_waits_and_its_demand_is_exact(self):
+        simulation = Simulation(2 * BUNDLE)
+        request = simulation.add("long", list(range(40)), 20)
+        for _ in range(5):
+            self.assertIsNone(simulation.step())
+        report = simulation.kv.reports[-1]
+        self.assertEqual((report["demand"], report["waiting"], report["running"]), (kvs.PREFILL, 1, 0))
+        # SGLang wants the prompt, all new tokens, one more, and strictly more than that; and slot 0.
+        self.assertEqual(report["demand_tokens"], 40 + 20 + 1 + 1 + 1)
+        self.assertEqual(report["demand_deadline_ns"] - report["demand_since_ns"], 500_000_000)
+        simulation.command(kvs.GROW, whole(report["demand_tokens"]))
+        self.assertIsNotNone(simulation.step())
+        self.run_until(simulation, request.finished)
+        self.assertEqual(list(request.output_ids), request.wanted)
+
+    def test_a_decode_waits_and_is_not_killed(self):
+        simulation = Simulation(8 * BUNDLE)
+        request = simulation.add("one", list(range(30)), 60)
+        self.run_until(simulation, lambda: len(request.output_ids) == 10)
+        simulation.command(kvs.SHRINK, BUNDLE)
+        self.run_until(simulation, lambda: simulation.elastic.decode is not None)
+        self.assertEqual(simulation.kv.mapped, 3 * BUNDLE)
+        report = simulation.kv.reports[-1]
+        for _ in range(20):
+            self.assertIsNone(simulation.step())
+        report, since = simulation.kv.reports[-1], report.get("demand_since_ns")
+        self.assertEqual((report["demand"], report["running"]), (kvs.DECODE, 1))
+        self.assertFalse(since and since != report["demand_since_ns"], "the demand's name changed")
+        self.assertGreater(report["demand_tokens"], BUNDLE)
+        simulation.command(kvs.GROW, 8 * BUNDLE)
+        self.run_until(simulation, request.finished)
+        self.assertEqual((list(request.output_ids), request.retraction_count), (request.wanted, 0))
+
+    def test_without_a_grant_requests_are_retracted_and_come_back(self):
+        simulation = Simulation(8 * BUNDLE)
+        requests = [simulation.add(f"r{i}", [i] * 20, 16) for i in range(3)]
+        self.run_until(simulation, lambda: all(len(r.output_ids) > 2 for r in requests))
+        simulation.command(kvs.SHRINK, BUNDLE)
+        simulation.kv.was_refused = True
+        self.run_until(simulation, lambda: sum(r.retraction_count for r in requests) > 0, 2000)
+        self.assertEqual(len(simulation.scheduler.running_batch.reqs), 2)
+        simulation.command(kvs.GROW, SLOTS)
+        self.run_until(simulation, lambda: all(r.finished() for r in requests))
+        for request in requests:
+            self.assertEqual(list(request.output_ids), request.wanted)
+
+    def test_a_chunked_prefill_waits_and_is_retracted_at_last(self):
+        simulation = Simulation(8 * BUNDLE)
+        request = simulation.add("long", list(range(50)) * 2, 5)
+        for _ in range(3):
+            simulation.step()
+        self.assertIs(simulation.scheduler.chunked_req, request)
+        simulation.command(kvs.SHRINK, BUNDLE)
+        for _ in range(5):
+            self.assertIsNone(simulation.step())
+        report = simulation.kv.reports[-1]
+        self.assertEqual((report["demand"], report["running"]), (kvs.DECODE, 1))
+        self.assertGreaterEqual(report["demand_tokens"], 105)
+        simulation.kv.was_refused = True
+        self.run_until(simulation, lambda: request.retraction_count == 1, 2000)
+        simulation.step()
+        self.assertEqual(simulation.kv.mapped, BUNDLE)
+        self.assertEqual(simulation.kv.reports[-1]["demand"], kvs.PREFILL)
+        simulation.command(kvs.GROW, SLOTS)
+        self.run_until(simulation, request.finished)
+        self.assertEqual(list(request.output_ids), request.wanted)
+
+    def test_an_aborted_request_leaves_while_it_waits(self):
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        simulation = Simulation(8 * BUNDLE)
+        request = simulation.add("gone", list(range(30)), 60)
+        self.run_until(simulation, lambda: len(request.output_ids) == 10)
+        simulation.command(kvs.SHRINK, BUNDLE)
+        self.run_until(simulation, lambda: simulation.elastic.decode is not None)
+        request.to_finish = FINISH_ABORT()
+        self.run_until(simulation, simulation.scheduler.is_fully_idle, 10)
+        self.assertIn("gone", simulation.answers)
+        simulation.step()
+        self.assertEqual(simulation.kv.mapped, BUNDLE)
+
+    def test_what_can_never_fit_is_refused(self):
+        simulation = Simulation(2 * BUNDLE)
+        long = simulation.add("long", list(range(40)) * 3, 5)
+        cut = simulation.add("cut", list(range(40)), 100)
+        simulation.kv.ceiling = 6 * BUNDLE
+        self.run_until(simulation, lambda: "long" in simulation.answers, 5)
+        self.assertEqual(simulation.answers["long"]["status_code"], 400)
+        self.assertIn("at most 96", simulation.answers["long"]["message"])
+        simulation.command(kvs.GROW, 6 * BUNDLE)
+        self.run_until(simulation, cut.finished)
+        self.assertEqual(list(cut.output_ids), cut.wanted[: len(cut.output_ids)])
+        self.assertEqual(len(cut.output_ids), 96 - 3 - 40)
+        self.assertEqual(len(long.output_ids), 0)
+
+    def test_an_idle_group_gives_its_prefix_cache(self):
+        simulation = Simulation(8 * BUNDLE)
+        request = simulation.add("one", list(range(40)), 10)
+        self.run_until(simulation, request.finished)
+        self.run_until(simulation, simulation.scheduler.is_fully_idle)
+        simulation.step()
+        report = simulation.kv.reports[-1]
+        self.assertEqual((report["live_tokens"], report["cached_tokens"]), (1, 49))
+        simulation.command(kvs.SHRINK, BUNDLE)
+        simulation.step()
+        self.assertEqual((simulation.kv.mapped, simulation.scheduler.tree_cache.evictable_size()), (BUNDLE, 15))
+
+    def test_ranks_of_a_group_are_told_by_rank_0(self):
+        first, second = Simulation(2 * BUNDLE), Simulation(2 * BUNDLE)
+        second.kv.leader = False
+        for one in (first, second):
+            one.elastic.group_ranks = 2
+        receiver = types.SimpleNamespace()
+        first.command(kvs.GROW, 8 * BUNDLE)
+        second.kv.grow(8 * BUNDLE)
+
+        def round_of_both():
+            with mock.patch.object(plugin, "_elastic", first.elastic):
+                requests = plugin._pull(lambda receiver: ["a request"], receiver)
+            for one in (first, second):
+                with mock.patch.object(plugin, "_elastic", one.elastic):
+                    self.assertEqual(plugin._begin(one.scheduler, list(requests)), ["a request"])
+            return requests
+
+        self.assertEqual(len(round_of_both()), 2)  # the ceiling
+        self.assertEqual([one.room.mapped for one in (first.elastic, second.elastic)], [2 * BUNDLE] * 2)
+        self.assertEqual(len(round_of_both()), 2)  # the grow
+        self.assertEqual([one.room.mapped for one in (first.elastic, second.elastic)], [8 * BUNDLE] * 2)
+        self.assertEqual(len(round_of_both()), 2)  # it is over
+        self.assertEqual(len(round_of_both()), 1)
+        self.assertEqual(second.kv.reports, [])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,587 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The CUDA runtime's execution over the fake driver, with the test as the device's scheduler: all
+ * families and row counts through the host ring and the resident kernel, against the CPU runtime;
+ * pieces, gathering and delivery; the lease; records and figures; failures and stopping.
+ */
+#include "cuda_support.h"
+
+#define TEST_LIMIT_NS (10 * XP_NS_PER_S)
+
+typedef struct scene {
+    cuda_device_t device;
+    ffn_cuda_config_t config;
+    ffn_cuda_runtime_t *runtime;
+    ffn_cuda_dispatch_t *dispatch; /* "device" memory */
+    ffn_cuda_poster_t poster;
+    uint64_t ticket;
+    uint32_t failures;
+    char text[256];
+} scene_t;
+
+static void scene_failed(void *context, xp_status_t status, const char *text)
+{
+    scene_t *scene = context;
+    (void)status;
+    scene->failures++;
+    snprintf(scene->text, sizeof(scene->text), "%s", text);
+}
+
+static void scene_create(scene_t *scene, bool resident)
+{
+    memset(scene, 0, sizeof(*scene));
+    fake_ffn_reset();
+    device_ok(&scene->device);
+    scene->config = (ffn_cuda_config_t){
+        .device = &scene->device,
+        .lanes = 2,
+        .max_rows = 300,
+        .buffer_rows = 300,
+        .resident = resident,
+        .records = 8,
+        .cpu = -1,
+        .failed = scene_failed,
+        .failed_context = scene,
+    };
+}
+
+static void scene_open(scene_t *scene)
+{
+    if (ffn_cuda_runtime_create(&scene->config, &scene->runtime) != XP_OK)
+        fail_msg("create: %s", xp_error_last()->text);
+}
+
+static void scene_install(scene_t *scene, const fixture_t *f, uint32_t model)
+{
+    ffn_install_t install = install_of(f);
+    install.model = model;
+    if (ffn_cuda_runtime_install(scene->runtime, &install, NULL, NULL) != XP_OK)
+        fail_msg("install: %s", xp_error_last()->text);
+}
+
+static void scene_start(scene_t *scene)
+{
+    if (ffn_cuda_runtime_start(scene->runtime) != XP_OK)
+        fail_msg("start: %s", xp_error_last()->text);
+    scene->dispatch = (ffn_cuda_dispatch_t *)(uintptr_t)ffn_cuda_runtime_dispatch(scene->runtime);
+    assert_int_equal(scene->dispatch->abi, FFN_CUDA_DISPATCH_ABI);
+}
+
+static void scene_close(scene_t *scene)
+{
+    ffn_cuda_runtime_destroy(scene->runtime);
+    cuda_device_close(&scene->device);
+    assert_int_equal(fake_objects(), 0);
+}
+
+/* Fills a Lane as the scheduler does. */
+static ffn_cuda_answer_t *scene_fill(scene_t *scene, uint32_t lane, uint32_t model, uint32_t layer,
+                                     uint32_t rows, const void *input, void *output, float *partial)
+{
+    const ffn_cuda_dispatch_lane_t *own = &scene->dispatch->lanes[lane];
+    own->lane->layer = scene->dispatch->models[model].first_layer + layer;
+    own->lane->rows = rows;
+    own->lane->input = input;
+    own->lane->output = output;
+    own->lane->partial = partial;
+    memset(own->answer, 0, sizeof(*own->answer));
+    own->answer->ticket = ++scene->ticket;
+    own->answer->instance = model + 10;
+    own->answer->layer_of_model = layer;
+    return own->answer;
+}
+
+/* Until `done`; false after the limit or once the runtime has failed. */
+static bool scene_done(scene_t *scene, uint32_t lane)
+{
+    const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
+    while (!ffn_cuda_lane_done(scene->dispatch, lane, scene->ticket)) {
+        ffn_cuda_lease_look(scene->dispatch, &scene->poster);
+        if (scene->failures || xp_monotonic_ns() > limit)
+            return false;
+    }
+    return true;
+}
+
+/* Waits until the lease is (not) in force, looking as the scheduler does. */
+static void scene_lease(scene_t *scene, bool wanted)
+{
+    const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
+    while (!ffn_cuda_lease_look(scene->dispatch, &scene->poster) == wanted)
+        if (xp_monotonic_ns() > limit)
+            fail_msg("the lease is %s", wanted ? "not taken" : "kept");
+}
+
+static uint16_t *rows_of(uint32_t rows, uint32_t hidden, uint32_t dtype, float *as_float,
+                         uint64_t seed)
+{
+    float *x = random_rows(rows ? rows : 1, hidden, seed);
+    uint16_t *packed = calloc((size_t)rows * hidden + 1, 2);
+    kernels_convert(XP_DTYPE_F32, x, cuda_dtype_plain(dtype), packed, (size_t)rows * hidden);
+    kernels_convert(cuda_dtype_plain(dtype), packed, XP_DTYPE_F32, as_float, (size_t)rows * hidden);
+    free(x);
+    return packed;
+}
+
+static void compare(const float *want, const void *got, bool partial, uint32_t dtype, uint32_t rows,
+                    uint32_t hidden, const char *what)
+{
+    for (uint32_t r = 0; r < rows; r++) {
+        double error = 0, norm = 0;
+        for (uint32_t h = 0; h < hidden; h++) {
+            const uint64_t at = (uint64_t)r * hidden + h;
+            const float g = partial ? ((const float *)got)[at] : fake_load(got, at, dtype);
+            error += (g - want[at]) * (double)(g - want[at]);
+            norm += want[at] * (double)want[at];
+        }
+        if (sqrt(error) > sqrt(norm) * (partial ? 1e-4 : 8e-3) + 1e-6)
+            fail_msg("%s, row %u of %u: off by %g of %g", what, r, rows, sqrt(error), sqrt(norm));
+    }
+}
+
+static const uint32_t row_counts[] = {0, 1, 5, 16, 17, 64, 65, 300};
+
+/* One family, all layers, all row counts, through the ring. */
+static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
+{
+    fixture_t *f = family_of(architecture, dtype);
+    scene_t scene;
+    scene_create(&scene, false);
+    /* A wide layer's bulk work is cut into pieces that share the Lane's workspace: here 300 rows
+     * into 128, 128 and 44. */
+    scene.config.piece_rows = 128;
+    scene_open(&scene);
+    scene_install(&scene, f, 3);
+    scene_start(&scene);
+    ffn_runtime_t *cpu = runtime_make(1, 1, 300);
+    ffn_install_t install = install_of(f);
+    install.dtype = dtype == XP_DTYPE_F32 ? XP_DTYPE_BF16 : XP_DTYPE_AUTO;
+    install_ok(cpu, &install);
+    const uint32_t hidden = f->spec.hidden, type = scene.dispatch->models[3].dtype;
+    float *x = calloc(300 * hidden, sizeof(*x)), *want = calloc(300 * hidden, sizeof(*want));
+    void *out = calloc(300 * hidden, sizeof(float));
+    for (uint32_t l = 0; l < f->spec.layers; l++)
+        for (uint32_t i = 0; i < sizeof(row_counts) / sizeof(row_counts[0]); i++) {
+            const uint32_t rows = row_counts[i];
+            const bool partial = (i + l) % 2;
+            uint16_t *in = rows_of(rows, hidden, type, x, l * 100 + i + 1);
+            uint64_t word = 0;
+            ffn_cuda_answer_t *answer = scene_fill(&scene, i % 2, 3, l, rows, in,
+                                                   partial ? NULL : out, partial ? out : NULL);
+            answer->consumer_count = 1;
+            answer->consumers[0] = (ffn_cuda_consumer_t){.word = &word, .value = 77 + i};
+            ffn_cuda_request_post(scene.dispatch, &scene.poster, i % 2, rows <= 16);
+            if (!scene_done(&scene, i % 2))
+                fail_msg("not done: %s", scene.text);
+            assert_int_equal(word, 77 + i);
+            assert_int_equal(ffn_runtime_execute(cpu, 0, 0, l, rows, x, want), XP_OK);
+            compare(want, out, partial, type, rows, hidden, model_architecture_name(architecture));
+            free(in);
+        }
+    assert_true(fake_decodes > 0 && fake_bulks > 0 && fake_pieces > 0);
+    ffn_cuda_stats_t stats;
+    /* `done` comes before the books; after the stop they are complete. */
+    assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
+    assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+    assert_int_equal(stats.invocations, f->spec.layers * 8);
+    assert_int_equal(stats.resident_invocations, 0);
+    /* One graph launch an Invocation. */
+    assert_int_equal(stats.host_launches, stats.invocations);
+    scene_close(&scene);
+    ffn_runtime_destroy(cpu);
+    free(x);
+    free(want);
+    free(out);
+    fixture_close(f);
+}
+
+static void test_families(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    for (uint32_t a = 0; a < MODEL_ARCH_COUNT; a++)
+        run_family((model_architecture_t)a, a % 3 == 0   ? XP_DTYPE_F32
+                                            : a % 3 == 1 ? XP_DTYPE_BF16
+                                                         : XP_DTYPE_F16);
+}
+
+/* The trained checkpoints of the repository. */
+static void test_tales(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    static const char *const names[] = {"qwen3-moe", "deepseek-v2", "glm4-moe-lite"};
+    for (uint32_t i = 0; i < 3; i++) {
+        char path[512];
+        snprintf(path, sizeof(path), XPOOL_SOURCE_DIR "/models/tales/%s", names[i]);
+        fixture_t *f = calloc(1, sizeof(*f));
+        fixture_open(f, path);
+        scene_t scene;
+        scene_create(&scene, false);
+        scene_open(&scene);
+        scene_install(&scene, f, 0);
+        scene_start(&scene);
+        ffn_runtime_t *cpu = runtime_make(1, 1, 4);
+        ffn_install_t install = install_of(f);
+        install.dtype = cuda_dtype_plain(scene.dispatch->models[0].dtype);
+        install_ok(cpu, &install);
+        const uint32_t hidden = f->spec.hidden, type = scene.dispatch->models[0].dtype;
+        float *x = calloc(3 * hidden, sizeof(*x)), *want = calloc(3 * hidden, sizeof(*want));
+        uint16_t *out = calloc(3 * hidden, 2);
+        for (uint32_t l = 0; l < f->spec.layers; l++) {
+            uint16_t *in = rows_of(3, hidden, type, x, l + 1);
+            scene_fill(&scene, 0, 0, l, 3, in, out, NULL);
+            ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
+            assert_true(scene_done(&scene, 0));
+            assert_int_equal(ffn_runtime_execute(cpu, 0, 0, l, 3, x, want), XP_OK);
+            compare(want, out, false, type, 3, hidden, names[i]);
+            free(in);
+        }
+        scene_close(&scene);
+        ffn_runtime_destroy(cpu);
+        free(x);
+        free(want);
+        free(out);
+        fixture_close(f);
+    }
+}
+
+static void test_pieces(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    ffn_cuda_signature_t wide = {.hidden = 8192, .intermediate = 28672};
+    assert_int_equal(cuda_layout_piece_rows(&wide, 8192), 128);
+    ffn_cuda_signature_t narrow = {.hidden = 512, .intermediate = 512};
+    assert_int_equal(cuda_layout_piece_rows(&narrow, 100000), 4096);
+    assert_int_equal(cuda_layout_piece_rows(&narrow, 99), 99);
+    /* 14B's layer: hidden 5120, width 17408. */
+    ffn_cuda_signature_t dense = {.hidden = 5120, .intermediate = 17408};
+    assert_int_equal(cuda_layout_piece_rows(&dense, 8192), 384);
+
+    ffn_cuda_lane_t lane = {0}, piece = {0};
+    ffn_cuda_layer_t layer = {.signature = &narrow};
+    lane.layers = &layer;
+    lane.rows = 300;
+    lane.input = (void *)0x100000;
+    lane.output = (void *)0x200000;
+    ffn_cuda_piece_set(&lane, &piece, 256, 128);
+    assert_int_equal(piece.rows, 44);
+    assert_int_equal((uintptr_t)piece.input, 0x100000 + 256 * 512 * 2);
+    assert_int_equal((uintptr_t)piece.output, 0x200000 + 256 * 512 * 2);
+    assert_null(piece.partial);
+    ffn_cuda_piece_set(&lane, &piece, 384, 128);
+    assert_int_equal(piece.rows, 0);
+    lane.output = NULL;
+    lane.partial = (float *)0x300000;
+    ffn_cuda_piece_set(&lane, &piece, 128, 128);
+    assert_int_equal((uintptr_t)piece.partial, 0x300000 + 128 * 512 * 4);
+    assert_null(piece.output);
+    assert_int_equal(piece.rows, 128);
+}
+
+/* Rows from several sources, the result to several consumers, each its slice. */
+static void test_gather_and_deliver(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_BF16);
+    scene_t scene;
+    scene_create(&scene, false);
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    const uint32_t hidden = f->spec.hidden, first = 30, second = 12;
+    float *x = calloc(42 * hidden, sizeof(*x));
+    uint16_t *in = rows_of(42, hidden, FFN_CUDA_BF16, x, 5), *whole = calloc(42 * hidden, 2);
+    uint16_t *one = calloc(first * hidden, 2), *two = calloc(second * hidden, 2);
+    uint64_t words[2] = {0};
+    scene_fill(&scene, 0, 0, 1, 42, in, whole, NULL);
+    ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 0);
+    assert_true(scene_done(&scene, 0));
+    const ffn_cuda_dispatch_lane_t *own = &scene.dispatch->lanes[1];
+    assert_non_null(own->input);
+    ffn_cuda_answer_t *answer = scene_fill(&scene, 1, 0, 1, 42, own->input, own->output, NULL);
+    answer->source_count = answer->consumer_count = 2;
+    answer->sources[0] = (ffn_cuda_source_t){in, 0, first};
+    answer->sources[1] = (ffn_cuda_source_t){in + first * hidden, first, second};
+    answer->consumers[0] = (ffn_cuda_consumer_t){one, &words[0], 5, 0, first};
+    answer->consumers[1] = (ffn_cuda_consumer_t){two, &words[1], 6, first, second};
+    ffn_cuda_request_post(scene.dispatch, &scene.poster, 1, 0);
+    assert_true(scene_done(&scene, 1));
+    assert_memory_equal(one, whole, first * hidden * 2);
+    assert_memory_equal(two, whole + first * hidden, second * hidden * 2);
+    assert_int_equal(words[0], 5);
+    assert_int_equal(words[1], 6);
+    scene_close(&scene);
+    free(x);
+    free(in);
+    free(whole);
+    free(one);
+    free(two);
+    fixture_close(f);
+}
+
+/* Steady decoding needs no host; bulk work ends the lease, quiet brings it back. */
+static void test_lease(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_DEEPSEEK_V2, XP_DTYPE_BF16);
+    scene_t scene;
+    ffn_cuda_stats_t stats;
+    scene_create(&scene, true);
+    scene.config.records = 4096;
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    const uint32_t hidden = f->spec.hidden;
+    float *x = calloc(40 * hidden, sizeof(*x));
+    uint16_t *in = rows_of(40, hidden, FFN_CUDA_BF16, x, 9);
+    uint16_t *out = calloc(40 * hidden, 2), *again = calloc(40 * hidden, 2);
+    for (uint32_t round = 0; round < 3; round++) {
+        scene_lease(&scene, true);
+        assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+        const uint64_t launches = stats.host_launches, before = stats.resident_invocations;
+        for (uint32_t i = 0; i < 200; i++) {
+            uint64_t word = 0;
+            scene_fill(&scene, i % 2, 0, i % 3, i % 4, in, out, NULL);
+            assert_true(ffn_cuda_lease_look(scene.dispatch, &scene.poster));
+            assert_true(ffn_cuda_command_post(scene.dispatch, &scene.poster, i % 2, &word, i + 1));
+            assert_true(scene_done(&scene, i % 2));
+            assert_int_equal(word, i + 1);
+        }
+        /* `done` comes before the books. */
+        const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
+        do
+            assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+        while (stats.resident_invocations != before + 200 && xp_monotonic_ns() < limit);
+        assert_int_equal(stats.host_launches, launches);
+        assert_int_equal(stats.resident_invocations, before + 200);
+        /* The same rows, fired by the host: the lease is given up for it. */
+        scene_fill(&scene, 0, 0, 2, 3, in, out, NULL);
+        assert_true(ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0));
+        assert_true(scene_done(&scene, 0));
+        scene_fill(&scene, 1, 0, 2, 3, in, again, NULL);
+        ffn_cuda_request_post(scene.dispatch, &scene.poster, 1, 0);
+        assert_true(scene_done(&scene, 1));
+        assert_memory_equal(out, again, 3 * hidden * 2);
+        assert_int_equal(scene.poster.lease % 2, 0);
+        assert_false(ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0));
+    }
+    scene_lease(&scene, true);
+    assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+    assert_int_equal(stats.leases, 4);
+    /* A record each, in order, with what the scheduler said of it. */
+    ffn_cuda_record_t records[1000];
+    uint64_t skipped;
+    uint32_t count = ffn_cuda_runtime_records(scene.runtime, records, 1000, &skipped);
+    assert_int_equal(count, 3 * 202);
+    assert_int_equal(skipped, 0);
+    for (uint32_t i = 0; i < count; i++) {
+        assert_int_equal(records[i].ticket, i + 1);
+        assert_int_equal(records[i].resident, i % 202 != 201);
+        assert_int_equal(records[i].instance, 10);
+        assert_true(records[i].end_ns <= xp_monotonic_ns() + XP_NS_PER_MS);
+    }
+    assert_int_equal(ffn_cuda_runtime_records(scene.runtime, records, 1000, &skipped), 0);
+    const uint64_t start = xp_monotonic_ns();
+    assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, start + XP_NS_PER_S), XP_OK);
+    assert_true(xp_monotonic_ns() - start < XP_NS_PER_S);
+    /* The kernel has left: a late command is refused. */
+    scene_fill(&scene, 0, 0, 0, 1, in, out, NULL);
+    assert_false(ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0));
+    scene_close(&scene);
+    free(x);
+    free(in);
+    free(out);
+    free(again);
+    fixture_close(f);
+}
+
+/* More Invocations than the record ring holds, unread: what was lost is counted. */
+static void test_records_lost(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_LLAMA, XP_DTYPE_BF16);
+    scene_t scene;
+    scene_create(&scene, false);
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    float *x = calloc(f->spec.hidden, sizeof(*x));
+    uint16_t *in = rows_of(1, f->spec.hidden, FFN_CUDA_BF16, x, 9);
+    uint16_t *out = calloc(f->spec.hidden, 2);
+    for (uint32_t i = 0; i < 29; i++) {
+        scene_fill(&scene, 0, 0, 0, 1, in, out, NULL);
+        ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
+        assert_true(scene_done(&scene, 0));
+    }
+    /* `done` comes before the record. */
+    assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
+    ffn_cuda_record_t records[32];
+    uint64_t skipped;
+    uint32_t count = ffn_cuda_runtime_records(scene.runtime, records, 32, &skipped);
+    assert_int_equal(count + skipped, 29);
+    assert_true(count >= 4 && count <= 8);
+    assert_int_equal(records[count - 1].ticket, 29);
+    assert_int_equal(records[count - 1].lane, 0);
+    assert_int_equal(records[count - 1].capacity, FFN_CUDA_DECODE_ROWS);
+    scene_close(&scene);
+    free(x);
+    free(in);
+    free(out);
+    fixture_close(f);
+}
+
+static void wait_failed(scene_t *scene)
+{
+    const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
+    while (!__atomic_load_n(&scene->failures, __ATOMIC_ACQUIRE))
+        if (xp_monotonic_ns() > limit)
+            fail_msg("no failure was told");
+}
+
+/* Whatever fails becomes one text, the device is told, and stopping still works. */
+static void test_failures(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_LLAMA, XP_DTYPE_BF16);
+    static const struct {
+        const char *call, *text;
+        bool resident, nonsense;
+    } cases[] = {
+        {"cuGraphLaunch", "cuGraphLaunch", false, false},
+        {"cuStreamQuery", "cuStreamQuery", true, false},
+        {NULL, "nonsense", false, true},
+        {NULL, "ended by itself", true, false},
+        {NULL, "told from outside", true, false},
+    };
+    for (uint32_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        scene_t scene;
+        scene_create(&scene, cases[i].resident);
+        scene_open(&scene);
+        scene_install(&scene, f, 0);
+        scene_start(&scene);
+        if (cases[i].resident)
+            scene_lease(&scene, true);
+        uint16_t row[1024] = {0}, out[1024];
+        fake.fail_result = 719;
+        fake.fail_name = cases[i].call;
+        if (!cases[i].resident) {
+            scene_fill(&scene, 0, 0, 0, 1, row, out, NULL);
+            if (cases[i].nonsense)
+                scene.dispatch->lanes[0].lane->rows = 301;
+            ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
+        } else if (i == 3) {
+            pthread_mutex_lock(&fake_resident.lock);
+            fake_resident.queue = NULL;
+            pthread_mutex_unlock(&fake_resident.lock);
+        } else if (i == 4) {
+            ffn_cuda_runtime_fail(scene.runtime, XP_FATAL, "told from outside");
+            ffn_cuda_runtime_fail(scene.runtime, XP_FATAL, "too late");
+        }
+        wait_failed(&scene);
+        fake.fail_name = NULL;
+        assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S),
+                         XP_OK);
+        assert_int_equal(scene.failures, 1);
+        if (!strstr(scene.text, cases[i].text))
+            fail_msg("case %u: \"%s\"", i, scene.text);
+        assert_int_not_equal(ffn_cuda_runtime_health(scene.runtime), XP_OK);
+        assert_string_equal(xp_error_last()->text, scene.text);
+        assert_int_not_equal(*scene.dispatch->failure, 0);
+        assert_int_equal(scene.dispatch->queue->stop, 1);
+        scene_close(&scene);
+    }
+    fixture_close(f);
+}
+
+/* A scheduler that does not answer is named; a stopped runtime does not wait for it. */
+static void test_scheduler_is_gone(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_LLAMA, XP_DTYPE_BF16);
+    for (uint32_t stops = 0; stops < 2; stops++) {
+        scene_t scene;
+        scene_create(&scene, true);
+        scene_open(&scene);
+        scene_install(&scene, f, 0);
+        scene_start(&scene);
+        scene_lease(&scene, true);
+        if (!stops) {
+            uint16_t row[1024] = {0}, out[1024];
+            scene_fill(&scene, 0, 0, 0, 1, row, out, NULL);
+            ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
+            wait_failed(&scene);
+            assert_non_null(strstr(scene.text, "did not see the lease's end"));
+        }
+        assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S),
+                         XP_OK);
+        assert_int_equal(scene.failures, !stops);
+        scene_close(&scene);
+    }
+    fixture_close(f);
+}
+
+static void test_bad_configurations(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    scene_t scene;
+    scene_create(&scene, true);
+    scene.config.shared_role = true;
+    assert_int_equal(ffn_cuda_runtime_create(&scene.config, &scene.runtime), XP_INVALID);
+    scene.config.resident = false;
+    scene.config.lanes = FFN_CUDA_MAX_LANES + 1;
+    assert_int_equal(ffn_cuda_runtime_create(&scene.config, &scene.runtime), XP_INVALID);
+    scene.config.lanes = 1;
+    scene_open(&scene);
+    assert_int_equal(ffn_cuda_runtime_start(scene.runtime), XP_INVALID);
+    assert_non_null(strstr(xp_error_last()->text, "no model"));
+    scene_close(&scene);
+}
+
+/* Beside another role nothing is launched that needs the whole GPU at once. */
+static void test_shared_role(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_F16);
+    scene_t scene;
+    scene_create(&scene, false);
+    scene.config.shared_role = true;
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    float x[1024];
+    uint16_t *in = rows_of(2, f->spec.hidden, FFN_CUDA_F16, x, 1), out[1024];
+    scene_fill(&scene, 0, 0, 0, 2, in, out, NULL);
+    ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
+    assert_true(scene_done(&scene, 0));
+    assert_int_equal(fake_decodes, 0);
+    assert_int_equal(fake_bulks, 1);
+    scene_close(&scene);
+    free(in);
+    fixture_close(f);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_families),
+        cmocka_unit_test(test_tales),
+        cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_gather_and_deliver),
+        cmocka_unit_test(test_lease),
+        cmocka_unit_test(test_records_lost),
+        cmocka_unit_test(test_failures),
+        cmocka_unit_test(test_scheduler_is_gone),
+        cmocka_unit_test(test_bad_configurations),
+        cmocka_unit_test(test_shared_role),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

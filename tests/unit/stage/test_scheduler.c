@@ -1,0 +1,621 @@
+/* SPDX-License-Identifier: MIT */
+/* The scheduler's steps, turn by turn, on one thread: shapes, endings, refusals, order. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "stage_rig.h"
+
+static rig_t rig;
+
+static void make(bool dispatch, uint32_t policy)
+{
+    rig_make(&rig, dispatch, policy);
+    for (uint32_t f = 0; f < rig.ffns; f++)
+        for (uint32_t i = 0; i < rig.instances; i++)
+            rig_order(&rig, f, i, TRANSPORT_SLOT_ATTACHED);
+}
+static int teardown(void **state)
+{
+    rig_free(&rig);
+    memset(&rig, 0, sizeof(rig));
+    return 0;
+}
+static void shape(uint32_t i, uint32_t tp, uint32_t dp, uint32_t delivery, uint32_t group)
+{
+    rig.instance[i].tp = tp;
+    rig.instance[i].dp = dp;
+    rig.instance[i].delivery = delivery;
+    for (uint32_t layer = 0; layer < RIG_LAYERS; layer++)
+        rig.instance[i].group[layer] = group;
+    if (rig.instances <= i)
+        rig.instances = i + 1;
+}
+static void turns(uint32_t count)
+{
+    for (uint32_t n = 0; n < count; n++)
+        for (uint32_t f = 0; f < rig.ffns; f++) {
+            rig.now_ns += 10;
+            rig_turn(&rig, f, rig.now_ns);
+            if (rig.ffn[f].dispatch)
+                rig_runtime(&rig, f);
+        }
+}
+#define SETTLE (2 * STAGE_LOOK_TURNS * RIG_INSTANCES)
+
+static void attach_all(void)
+{
+    turns(SETTLE);
+    for (uint32_t f = 0; f < rig.ffns; f++)
+        for (uint32_t i = 0; i < rig.instances; i++) {
+            assert_true(rig_ordered(&rig, f, i));
+            assert_int_equal(transport_slot_state(rig.ffn[f].table->instance[i].now),
+                             TRANSPORT_SLOT_ATTACHED);
+        }
+}
+
+/* One layer of one Instance from put to take. */
+static void pass(uint32_t i, uint32_t layer, const uint32_t *dp_rows, uint64_t number)
+{
+    uint32_t ranks = rig_ranks(&rig.instance[i]);
+    for (uint32_t r = 0; r < ranks; r++)
+        rig_put(&rig, i, r, layer, dp_rows, number);
+    for (uint32_t n = 0, over = 0; over != ranks; n++) {
+        assert_true(n < 2000);
+        turns(1);
+        over = 0;
+        for (uint32_t r = 0; r < ranks; r++)
+            over +=
+                rig.instance[i].rank[r].state.phase != TRANSPORT_PHASE_LIVE || rig_look(&rig, i, r);
+    }
+    for (uint32_t r = 0; r < ranks; r++)
+        assert_int_equal(rig_take(&rig, i, r), 0);
+    turns(4);
+}
+
+static const uint32_t rows_of[][RIG_RANKS] = {{1, 2, 3, 4}, {0, 3, 0, 1}, {6, 6, 6, 6},
+                                              {0, 0, 0, 0}, {5, 0, 0, 0}, {0, 0, 0, 6}};
+#define ROWS_OF (sizeof(rows_of) / sizeof(rows_of[0]))
+
+/* Every delivery kind, attention shape and group, with the echo, the resident kernel and the host's
+ * launches. */
+static void test_shapes(void **state)
+{
+    static const uint32_t attention[][2] = {{1, 1}, {2, 1}, {1, 2}, {2, 2}, {1, 4}, {4, 1}};
+    static const uint32_t groups[] = {1, 4, 3, 6, 7};
+    for (int execution = 0; execution < 3; execution++)
+        for (uint32_t delivery = 0; delivery < 3; delivery++)
+            for (uint32_t a = 0; a < 6; a++)
+                for (uint32_t g = 0; g < 5; g++) {
+                    rig.ffns = 3;
+                    shape(0, attention[a][0], attention[a][1], delivery, groups[g]);
+                    make(execution > 0, FABRIC_POLICY_FIFO);
+                    for (uint32_t f = 0; f < 3; f++)
+                        rig.ffn[f].lease = execution == 1;
+                    attach_all();
+                    for (uint32_t n = 0; n < ROWS_OF; n++)
+                        pass(0, n % RIG_LAYERS, rows_of[n], n);
+                    turns(SETTLE);
+                    for (uint32_t f = 0; f < 3; f++) {
+                        const stage_counts_t *counts = &rig.ffn[f].table->counts;
+                        bool member = groups[g] >> f & 1;
+                        assert_int_equal(counts->invocations, member ? ROWS_OF : 0);
+                        assert_int_equal(counts->lanes_in_use, 0);
+                        assert_int_equal(rig.ffn[f].table->failure.kind, STAGE_FAILURE_NONE);
+                        if (member && execution == 2)
+                            assert_int_equal(counts->host, ROWS_OF);
+                        if (member && execution == 1)
+                            assert_true(counts->resident > 0);
+                    }
+                    teardown(NULL);
+                }
+    rig.ffns = 1; /* for the last teardown */
+    shape(0, 1, 1, 0, 1);
+    make(false, 0);
+}
+
+/* Layers of one Instance on different groups: each stage sees only its own layers' sequences. */
+static void test_layers_on_different_groups(void **state)
+{
+    rig.ffns = 3;
+    shape(0, 2, 2, FABRIC_DELIVERY_SINGLE_COMPLETE, 1);
+    for (uint32_t layer = 0; layer < RIG_LAYERS; layer++)
+        rig.instance[0].group[layer] = 1 + layer % 7;
+    make(true, FABRIC_POLICY_FIFO);
+    attach_all();
+    for (uint32_t n = 0; n < 3 * RIG_LAYERS; n++)
+        pass(0, n % RIG_LAYERS, rows_of[n % ROWS_OF], n);
+}
+
+/* Large rows: several chunks, and a short job goes between them. */
+static void test_chunks(void **state)
+{
+    rig.ffns = 1;
+    shape(0, 1, 1, 0, 1);
+    shape(1, 1, 1, 0, 1);
+    make(false, 0);
+    attach_all();
+    stage_scheduler_t *s = rig.ffn[0].scheduler;
+    for (uint32_t i = 0; i < 2; i++) {
+        s->work[i].phase = STAGE_JOB;
+        s->work[i].job = STAGE_JOB_ECHO;
+        s->work[i].members = 1;
+        s->work[i].job_next = 0;
+        s->work[i].urgent = i;
+        s->work[i].rows = i ? 1 : 3 * STAGE_JOB_CHUNK / RIG_HIDDEN - 1;
+        s->jobs |= 1u << i;
+    }
+    s->jobs = 1;
+    assert_true(stage_scheduler_chunk(s));
+    assert_false(stage_scheduler_chunk(s)); /* one at a time */
+    assert_int_equal(s->chunk.end - s->chunk.begin, STAGE_JOB_CHUNK);
+    s->jobs = 3;
+    stage_scheduler_chunk_done(s, 1);
+    assert_true(stage_scheduler_chunk(s));
+    assert_int_equal(s->chunk.instance, 1);
+    stage_scheduler_chunk_done(s, 1);
+    assert_int_equal(s->jobs, 1);
+    for (int n = 0; n < 2; n++) {
+        assert_true(stage_scheduler_chunk(s));
+        assert_int_equal(s->chunk.instance, 0);
+        stage_scheduler_chunk_done(s, 1);
+    }
+    assert_int_equal(s->jobs, 0);
+    assert_int_equal(s->chunk.end, (3 * STAGE_JOB_CHUNK / RIG_HIDDEN - 1) * RIG_HIDDEN);
+}
+
+static void two_ranks(void)
+{
+    rig.ffns = 1;
+    shape(0, 2, 1, 0, 1);
+    shape(1, 1, 1, 0, 1);
+    make(false, 0);
+    attach_all();
+}
+
+static void test_disagreement_names_both(void **state)
+{
+    two_ranks();
+    rig_put(&rig, 0, 1, 3, (const uint32_t[]){2}, 0);
+    turns(2);
+    rig_put(&rig, 0, 0, 4, (const uint32_t[]){2}, 0);
+    turns(2);
+    const stage_failure_t *failure = &rig.ffn[0].table->failure;
+    assert_int_equal(failure->kind, STAGE_FAILURE_DISAGREE);
+    assert_int_equal(failure->instance, 0);
+    assert_int_equal(failure->a, 1);
+    assert_int_equal(failure->b, 0);
+    assert_int_equal(failure->layer_a, 3);
+    assert_int_equal(failure->layer_b, 4);
+    assert_false(rig_turn(&rig, 0, rig.now_ns)); /* it leaves */
+}
+
+static void test_row_counts_must_agree(void **state)
+{
+    rig.ffns = 1;
+    shape(0, 1, 2, 0, 1);
+    make(false, 0);
+    attach_all();
+    rig_put(&rig, 0, 0, 0, (const uint32_t[]){2, 1}, 0);
+    rig_put(&rig, 0, 1, 0, (const uint32_t[]){3, 1}, 0);
+    turns(2);
+    assert_int_equal(rig.ffn[0].table->failure.kind, STAGE_FAILURE_DISAGREE);
+}
+
+/* Nonsense from an Instance costs nobody else anything. */
+static void test_bad_lines_drop_their_instance(void **state)
+{
+    for (int what = 0; what < 5; what++) {
+        two_ranks();
+        stage_line_t *line = &((stage_page_t *)rig.ffn[0].stage[0])->lines[1];
+        pass(0, 0, (const uint32_t[]){1}, 0);
+        *line = (stage_line_t){.layer = what == 0 ? RIG_LAYERS : 0,
+                               .rows = what == 1   ? RIG_ROWS + 1
+                                       : what == 2 ? 1
+                                                   : 0,
+                               .kind = what == 3 ? MAILBOX_KIND_COUNT : 0};
+        line->dp_rows[0] = what == 1 ? RIG_ROWS + 1 : 0;
+        stage_line_publish(line, what == 4 ? 0 : 2);
+        turns(SETTLE);
+        assert_int_equal(transport_slot_state(rig.ffn[0].table->instance[0].now),
+                         TRANSPORT_SLOT_DROPPED);
+        assert_int_equal(rig.ffn[0].table->instance[0].reason, XP_PEER);
+        assert_int_equal(rig.ffn[0].table->counts.dropped, 1);
+        for (uint32_t r = 0; r < 2; r++)
+            assert_int_equal(mailbox_closed((mailbox_arena_t *)rig.instance[0].rank[r].arena),
+                             XP_PEER);
+        pass(1, 2, (const uint32_t[]){6}, 1);
+        /* Detached and attached again, it works. */
+        rig_order(&rig, 0, 0, TRANSPORT_SLOT_EMPTY);
+        turns(SETTLE);
+        assert_true(rig_ordered(&rig, 0, 0));
+        for (uint32_t r = 0; r < 2; r++) {
+            memset(rig.instance[0].rank[r].arena, 0, 4096);
+            memset(&rig.instance[0].rank[r].state, 0, sizeof(transport_device_state_t));
+        }
+        rig_order(&rig, 0, 0, TRANSPORT_SLOT_ATTACHED);
+        attach_all();
+        pass(0, 0, (const uint32_t[]){2}, 0);
+        if (what < 4)
+            teardown(NULL);
+    }
+}
+
+/* A layer whose group this FfnAgent does not belong to is nonsense in its stage. */
+static void test_foreign_layer(void **state)
+{
+    rig.ffns = 2;
+    shape(0, 1, 1, 0, 1);
+    rig.instance[0].group[5] = 2;
+    make(false, 0);
+    attach_all();
+    stage_line_t *line = &((stage_page_t *)rig.ffn[0].stage[0])->lines[0];
+    line->layer = 5;
+    stage_line_publish(line, 1);
+    turns(4);
+    assert_int_equal(rig.ffn[0].table->instance[0].reason, XP_PEER);
+}
+
+static void renew(uint32_t i)
+{
+    for (uint32_t r = 0; r < rig_ranks(&rig.instance[i]); r++) {
+        memset(rig.instance[i].rank[r].arena, 0, 4096);
+        memset(&rig.instance[i].rank[r].state, 0, sizeof(transport_device_state_t));
+    }
+}
+
+/* Detach in every phase; the Lane comes back, and the next Instance starts anew. */
+static void test_abandon(void **state)
+{
+    for (int when = 0; when < 5; when++) {
+        rig.ffns = 2;
+        shape(0, 2, 1, FABRIC_DELIVERY_REPLICATED_COMPLETE, 3);
+        shape(1, 1, 1, 0, 1);
+        make(true, 0);
+        attach_all();
+        pass(0, 0, (const uint32_t[]){1}, 0);
+        stage_scheduler_t *s = rig.ffn[0].scheduler;
+        uint32_t lanes = s->lanes_free;
+        if (when == 1) /* QUEUED */
+            s->lanes_free = 0;
+        rig_put(&rig, 0, 0, 1, (const uint32_t[]){3}, 1);
+        if (when > 0)
+            rig_put(&rig, 0, 1, 1, (const uint32_t[]){3}, 1);
+        for (int n = 0; n < 3; n++)
+            rig_turn(&rig, 0, rig.now_ns);
+        static const uint32_t phases[] = {STAGE_GATHERING, STAGE_QUEUED, STAGE_RUNNING,
+                                          STAGE_PARTIALS, STAGE_RUNNING};
+        if (when == 3) { /* the other member never delivers */
+            assert_true(rig_runtime(&rig, 0));
+            rig_turn(&rig, 0, rig.now_ns);
+        }
+        assert_int_equal(s->work[0].phase, phases[when]);
+        if (when == 4) /* both members execute, and are detached in between */
+            for (int n = 0; n < 3; n++)
+                rig_turn(&rig, 1, rig.now_ns);
+        for (uint32_t f = 0; f < 2; f++)
+            rig_order(&rig, f, 0, TRANSPORT_SLOT_EMPTY);
+        for (uint32_t n = 0; n < SETTLE; n++)
+            for (uint32_t f = 0; f < 2; f++)
+                rig_turn(&rig, f, rig.now_ns);
+        /* Not while the runtime may still write. */
+        assert_int_equal(rig_ordered(&rig, 0, 0), phases[when] != STAGE_RUNNING);
+        s->lanes_free = when == 1 ? lanes : s->lanes_free;
+        turns(SETTLE);
+        assert_true(rig_ordered(&rig, 0, 0) && rig_ordered(&rig, 1, 0));
+        assert_int_equal(s->lanes_free, lanes);
+        assert_int_equal(s->counts.abandoned, 1);
+        renew(0);
+        for (uint32_t f = 0; f < 2; f++)
+            rig_order(&rig, f, 0, TRANSPORT_SLOT_ATTACHED);
+        attach_all();
+        for (uint32_t n = 0; n < 3; n++)
+            pass(0, n, (const uint32_t[]){n}, n);
+        pass(1, 0, (const uint32_t[]){1}, 0);
+        if (when < 4)
+            teardown(NULL);
+    }
+}
+
+static void late(uint32_t kind, uint32_t f, uint32_t a, uint32_t b)
+{
+    const stage_failure_t *failure = &rig.ffn[f].table->failure;
+    assert_int_equal(failure->kind, STAGE_FAILURE_NONE);
+    rig.now_ns += 2000000;
+    for (uint32_t n = 0; n < SETTLE; n++)
+        rig_turn(&rig, f, rig.now_ns);
+    assert_int_equal(failure->kind, kind);
+    assert_int_equal(failure->status, XP_TIMEOUT);
+    assert_int_equal(failure->a, a);
+    assert_int_equal(failure->b, b);
+    assert_true(failure->waited_ns >= 1000000);
+}
+
+static void test_late_rank(void **state)
+{
+    two_ranks();
+    rig_put(&rig, 0, 0, 3, (const uint32_t[]){2}, 0);
+    turns(2);
+    late(STAGE_FAILURE_RANK, 0, 0, 1);
+}
+
+static void test_late_member(void **state)
+{
+    rig.ffns = 3;
+    shape(0, 1, 1, FABRIC_DELIVERY_SINGLE_COMPLETE, 6);
+    make(true, 0);
+    attach_all();
+    rig_put(&rig, 0, 0, 3, (const uint32_t[]){2}, 0);
+    rig_turn(&rig, 1, rig.now_ns);
+    assert_true(rig_runtime(&rig, 1));
+    rig_turn(&rig, 1, rig.now_ns);
+    late(STAGE_FAILURE_MEMBER, 1, 0, 2); /* FfnAgent 2 */
+}
+
+static void test_late_execution(void **state)
+{
+    rig.ffns = 1;
+    shape(0, 1, 1, 0, 1);
+    make(true, 0);
+    attach_all();
+    rig_put(&rig, 0, 0, 3, (const uint32_t[]){2}, 0);
+    rig_turn(&rig, 0, rig.now_ns);
+    late(STAGE_FAILURE_EXECUTION, 0, 0, 0);
+}
+
+static void test_late_lane(void **state)
+{
+    rig.ffns = 1;
+    shape(0, 1, 1, 0, 1);
+    make(false, 0);
+    attach_all();
+    rig.ffn[0].scheduler->lanes_free = 0;
+    rig_put(&rig, 0, 0, 3, (const uint32_t[]){2}, 0);
+    rig_turn(&rig, 0, rig.now_ns);
+    late(STAGE_FAILURE_LANE, 0, 0, 0);
+}
+
+static void test_runtime_failure(void **state)
+{
+    rig.ffns = 1;
+    shape(0, 1, 1, 0, 1);
+    make(true, 0);
+    attach_all();
+    rig.ffn[0].failure = XP_IO;
+    turns(SETTLE);
+    assert_int_equal(rig.ffn[0].table->failure.kind, STAGE_FAILURE_RUNTIME);
+    assert_int_equal(rig.ffn[0].table->failure.status, XP_IO);
+}
+
+static void test_stop_and_end(void **state)
+{
+    for (int what = 0; what < 2; what++) {
+        rig.ffns = 1;
+        shape(0, 1, 1, 0, 1);
+        make(true, 0);
+        attach_all();
+        rig_put(&rig, 0, 0, 3, (const uint32_t[]){2}, 0);
+        turns(1);
+        PROTOCOL_STORE_RELEASE(what ? &rig.ffn[0].table->ended : &rig.ffn[0].table->stop, 1u);
+        uint32_t n = 0;
+        while (rig_turn(&rig, 0, rig.now_ns))
+            assert_true(n++ < STAGE_LOOK_TURNS);
+        if (!what)
+            teardown(NULL);
+    }
+}
+
+static void test_shutdown_finishes_what_it_took(void **state)
+{
+    rig.ffns = 1;
+    shape(0, 1, 1, 0, 1);
+    shape(1, 1, 1, 0, 1);
+    make(true, 0);
+    attach_all();
+    rig_put(&rig, 0, 0, 3, (const uint32_t[]){2}, 0);
+    rig_turn(&rig, 0, rig.now_ns);
+    PROTOCOL_STORE_RELEASE(&rig.ffn[0].table->shutdown, 1u);
+    for (uint32_t n = 0; n < SETTLE; n++)
+        assert_true(rig_turn(&rig, 0, rig.now_ns));
+    rig_put(&rig, 1, 0, 3, (const uint32_t[]){2}, 0); /* too late */
+    for (uint32_t n = 0; n < SETTLE; n++)
+        assert_true(rig_turn(&rig, 0, rig.now_ns));
+    assert_true(rig_runtime(&rig, 0));
+    uint32_t n = 0;
+    while (rig_turn(&rig, 0, rig.now_ns))
+        assert_true(n++ < SETTLE);
+    assert_true(rig_look(&rig, 0, 0));
+    assert_int_equal(rig_take(&rig, 0, 0), 0);
+    assert_false(rig_look(&rig, 1, 0));
+    assert_int_equal(rig.ffn[0].table->failure.kind, STAGE_FAILURE_NONE);
+}
+
+/* More Invocations than Lanes; the lease comes and goes; the queue's end is refused. */
+static void test_lanes_and_lease(void **state)
+{
+    rig.ffns = 1;
+    for (uint32_t i = 0; i < 4; i++)
+        shape(i, 1, 1, 0, 1);
+    make(true, 0);
+    attach_all();
+    for (uint32_t n = 0; n < 40; n++) {
+        rig.ffn[0].lease = n / 10 * 2 + (n / 10) % 2;
+        if (n % 10 == 0 && n) { /* as the host does for a new lease */
+            turns(1);
+            memset(rig.ffn[0].queue, 0, sizeof(*rig.ffn[0].queue));
+            rig.ffn[0].commands = 0;
+        }
+        if (n == 15)
+            rig.ffn[0].queue->entries[rig.ffn[0].commands].sequence = FFN_CUDA_QUEUE_LEFT;
+        for (uint32_t i = 0; i < 4; i++)
+            rig_put(&rig, i, 0, n % RIG_LAYERS, (const uint32_t[]){1 + i}, n);
+        turns(20);
+        for (uint32_t i = 0; i < 4; i++) {
+            assert_true(rig_look(&rig, i, 0));
+            assert_int_equal(rig_take(&rig, i, 0), 0);
+        }
+    }
+    const stage_counts_t *counts = &rig.ffn[0].scheduler->counts;
+    assert_int_equal(counts->lanes_peak, RIG_LANES);
+    assert_int_equal(counts->invocations, 160);
+    assert_true(counts->resident > 0 && counts->host > 0);
+    assert_int_equal(counts->resident + counts->host, 160);
+    assert_int_equal(rig.ffn[0].ring->lease_seen, rig.ffn[0].lease);
+}
+
+/* The choice is that of fabric_policy_choose(), the processors' Coordinator's. */
+static void test_policies(void **state)
+{
+    static stage_scheduler_t s;
+    for (uint32_t policy = 0; policy < 3; policy++) {
+        uint64_t random_state = 99, dice = 5;
+        fabric_waiting_t waiting[FABRIC_MAX_INSTANCES];
+        uint32_t count = 0;
+        memset(&s, 0, sizeof(s));
+        s.policy = policy;
+        s.random_state = random_state;
+        for (uint32_t n = 0; n < 2000; n++) {
+            while (count < 10 || (count < FABRIC_MAX_INSTANCES && stage_random_next(&dice) % 2)) {
+                uint32_t i = (uint32_t)(stage_random_next(&dice) % FABRIC_MAX_INSTANCES);
+                if (s.queued >> i & 1)
+                    continue;
+                s.queued |= 1ull << i;
+                s.work[i].arrival = s.arrivals++;
+                s.work[i].passes = 0;
+                s.work[i].line.slo_deadline_ns = stage_random_next(&dice) % 50;
+                waiting[count++] = (fabric_waiting_t){.arrival = s.work[i].arrival,
+                                                      .deadline_ns = s.work[i].line.slo_deadline_ns,
+                                                      .instance = i};
+            }
+            /* By Instance, as the scheduler's bits are. */
+            for (uint32_t a = 1; a < count; a++)
+                for (uint32_t b = a; b && waiting[b].instance < waiting[b - 1].instance; b--) {
+                    fabric_waiting_t swap = waiting[b];
+                    waiting[b] = waiting[b - 1];
+                    waiting[b - 1] = swap;
+                }
+            uint32_t expected =
+                fabric_policy_choose((fabric_policy_t)policy, &random_state, waiting, count);
+            assert_int_equal(stage_scheduler_choose(&s), waiting[expected].instance);
+            s.queued &= ~(1ull << waiting[expected].instance);
+            waiting[expected] = waiting[--count];
+        }
+    }
+    rig.ffns = 0;
+}
+
+/* No line waits behind busy ones: 128 lines, all live, are all taken within a bounded number of
+ * turns. */
+static void test_bounded_turns(void **state)
+{
+    rig.ffns = 1;
+    for (uint32_t i = 0; i < 4; i++)
+        shape(i, 2, 2, 0, 1);
+    make(false, 0);
+    attach_all();
+    stage_scheduler_t *s = rig.ffn[0].scheduler;
+    assert_int_equal(s->line_count, 16);
+    for (uint32_t i = 0; i < 4; i++)
+        for (uint32_t r = 0; r < 4; r++)
+            rig_put(&rig, i, r, 0, (const uint32_t[]){1, 1}, 0);
+    uint64_t before = s->arrivals;
+    rig_turn(&rig, 0, rig.now_ns);
+    assert_true(s->arrivals - before <= STAGE_EVENTS / 4);
+    turns(1);
+    assert_int_equal(s->arrivals - before, 4);
+}
+
+static void test_values(void **state)
+{
+    for (uint32_t bits = 0; bits < 65536; bits++)
+        for (uint32_t dtype = 0; dtype < 2; dtype++) {
+            float value = stage_value((uint16_t)bits, dtype);
+            if (value == value)
+                assert_int_equal(stage_bits(value, dtype), bits);
+            else
+                assert_true(stage_value(stage_bits(value, dtype), dtype) != value);
+        }
+    assert_int_equal(stage_bits(1.00390625f, FFN_CUDA_BF16), 0x3f80); /* ties to even */
+    assert_int_equal(stage_bits(1.01171875f, FFN_CUDA_BF16), 0x3f82);
+    assert_int_equal(stage_bits(3.4e38f, FFN_CUDA_BF16), 0x7f80);
+}
+
+/* Narrow and wide ways give the same, for all kinds and any number of threads. */
+static void test_jobs(void **state)
+{
+    enum { N = 1000 };
+    static _Alignas(16) uint16_t rows[N], to16[2][2][N];
+    static _Alignas(16) float partial[3][N], to32[2][2][N];
+    for (uint32_t i = 0; i < N; i++) {
+        rows[i] = stage_bits((float)i * 0.37f - 100.0f, FFN_CUDA_BF16);
+        for (uint32_t m = 0; m < 3; m++)
+            partial[m][i] = (float)(i * (m + 1)) * 0.1f - 30.0f;
+    }
+    for (uint32_t kind = STAGE_JOB_COPY; kind <= STAGE_JOB_ECHO; kind++)
+        for (uint32_t wide = 0; wide < 2; wide++) {
+            if (wide && kind == STAGE_JOB_REDUCE)
+                continue;
+            for (uint32_t narrow = 0; narrow < 2; narrow++) {
+                stage_job_t job = {.kind = kind,
+                                   .dtype = FFN_CUDA_BF16,
+                                   .wide = wide,
+                                   .narrow = narrow,
+                                   .member = wide,
+                                   .members = 3,
+                                   .layer = 5,
+                                   .consumers = 2,
+                                   .from =
+                                       kind == STAGE_JOB_REDUCE || (kind == STAGE_JOB_COPY && wide)
+                                           ? (const void *)partial
+                                           : rows,
+                                   .stride = N,
+                                   .elements = N};
+                for (uint32_t c = 0; c < 2; c++)
+                    job.to[c] = (stage_job_to_t){.rows = wide ? (void *)to32[narrow][c]
+                                                              : (void *)to16[narrow][c],
+                                                 .begin = c * 400,
+                                                 .count = c ? 600 : 400};
+                for (uint32_t thread = 0; thread < 7; thread++) {
+                    stage_job_run(&job, 0, 520, thread, 7);
+                    stage_job_run(&job, 520, N, thread, 7);
+                }
+            }
+            assert_memory_equal(to16[0], to16[1], sizeof(to16[0]));
+            assert_memory_equal(to32[0], to32[1], sizeof(to32[0]));
+            if (kind == STAGE_JOB_REDUCE)
+                for (uint32_t i = 0; i < N; i++)
+                    assert_int_equal(
+                        to16[0][i >= 400][i >= 400 ? i - 400 : i],
+                        stage_bits(partial[0][i] + partial[1][i] + partial[2][i], FFN_CUDA_BF16));
+        }
+    rig.ffns = 0;
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_teardown(test_shapes, teardown),
+        cmocka_unit_test_teardown(test_layers_on_different_groups, teardown),
+        cmocka_unit_test_teardown(test_chunks, teardown),
+        cmocka_unit_test_teardown(test_disagreement_names_both, teardown),
+        cmocka_unit_test_teardown(test_row_counts_must_agree, teardown),
+        cmocka_unit_test_teardown(test_bad_lines_drop_their_instance, teardown),
+        cmocka_unit_test_teardown(test_foreign_layer, teardown),
+        cmocka_unit_test_teardown(test_abandon, teardown),
+        cmocka_unit_test_teardown(test_late_rank, teardown),
+        cmocka_unit_test_teardown(test_late_member, teardown),
+        cmocka_unit_test_teardown(test_late_execution, teardown),
+        cmocka_unit_test_teardown(test_late_lane, teardown),
+        cmocka_unit_test_teardown(test_runtime_failure, teardown),
+        cmocka_unit_test_teardown(test_stop_and_end, teardown),
+        cmocka_unit_test_teardown(test_shutdown_finishes_what_it_took, teardown),
+        cmocka_unit_test_teardown(test_lanes_and_lease, teardown),
+        cmocka_unit_test_teardown(test_policies, teardown),
+        cmocka_unit_test_teardown(test_bounded_turns, teardown),
+        cmocka_unit_test(test_values),
+        cmocka_unit_test(test_jobs),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
