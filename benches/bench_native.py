@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs a C benchmark that prints JSON rows (hop) and writes docs/results."""
+"""Runs a C benchmark that prints JSON rows (hop, kv) and writes docs/results."""
 
 import json
 import subprocess

@@ -73,4 +73,8 @@ for bug in BUG_LINE_FIRST BUG_READY_FIRST BUG_ANY_WORD BUG_DETACH_RUNNING BUG_AT
     BUG_KEEP_WORDS BUG_ONE_RANK; do
     planted stage $bug
 done
+clean lease
+for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE; do
+    planted lease $bug
+done
 echo "verify: all models hold and every planted mistake was found"

@@ -437,6 +437,43 @@ static void bench_moe_prefill(ffn_kit_t *kit)
     ffn_kit_model_free(kit, &m);
 }
 
+/* Dense decoding in every order in which a block may read gate and up (ffn/cuda/tables.h). */
+static void bench_orders(ffn_kit_t *kit)
+{
+    static const uint32_t counts[] = {1, 4, 8}, orders[] = {0, 1, 2, 4, 8};
+    const ffn_cuda_signature_t s = signature_dense();
+    const double floor_us = 3.0 * s.hidden * s.intermediate * 2 / copy_rate * 1e6;
+    static uint32_t cycles[2][FFN_CUDA_MAX_BLOCKS];
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    ffn_kit_model_make(kit, &s, 6, 1, false, &m);
+    lanes_make(kit, &m, 6, FFN_CUDA_DECODE_ROWS, 0, &l);
+    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++)
+        for (uint32_t o = 0; o < sizeof(orders) / sizeof(orders[0]); o++) {
+            char metric[96], note[200];
+            double mean[2] = {0};
+            for (uint32_t i = 0; i < l.count; i++)
+                l.lane[i].workspace.decode_order = orders[o];
+            lanes_rows(kit, &l, counts[c]);
+            const double graph = decode_graph_us(kit, &l);
+            const resident_times_t resident = resident_us(kit, &l, false, 0);
+            ffn_kit_read(kit, (cuda_address_t)(uintptr_t)l.lane[0].workspace.cycles, cycles,
+                         sizeof(cycles));
+            for (uint32_t phase = 0; phase < 2; phase++)
+                for (uint32_t b = 0; b < kit->kernels.blocks; b++)
+                    mean[phase] += (double)cycles[phase][b] / kit->kernels.blocks;
+            snprintf(metric, sizeof(metric), "ffn.dense.decode%u.order%u.copy_fraction", counts[c],
+                     orders[o]);
+            snprintf(note, sizeof(note),
+                     "resident mean %.2f us, P99 %.2f; captured %.2f; mean cycles of a block: gate "
+                     "and up %.0f, down %.0f",
+                     resident.mean_us, resident.p99_us, graph, mean[0], mean[1]);
+            row(metric, floor_us / resident.mean_us, "ratio", 1.0, NAN, NULL, note);
+        }
+    lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+}
+
 static bool wanted(int count, char **arguments, const char *group)
 {
     bool any = false;
@@ -464,6 +501,9 @@ int main(int count, char **arguments)
         bench_dense_prefill(&kit);
     if (wanted(count, arguments, "moe-prefill"))
         bench_moe_prefill(&kit);
+    for (int i = 1; i < count; i++)
+        if (strcmp(arguments[i], "orders") == 0) /* only when asked for */
+            bench_orders(&kit);
     ffn_kit_close(&kit);
     return 0;
 }

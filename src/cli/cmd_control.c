@@ -142,8 +142,8 @@ static const char *provider_name(const plan_result_t *plan)
 
 static void print_plan(const config_t *config, const plan_result_t *plan)
 {
-    printf("%-24s %-22s %-8s %-10s %-14s %10s %10s %8s %8s\n", "model", "architecture", "engine",
-           "attention", "FFN", "atn MiB", "KV MiB", "KV tok", "context");
+    printf("%-24s %-22s %-8s %-10s %-14s %10s %10s %10s %8s %8s\n", "model", "architecture",
+           "engine", "attention", "FFN", "atn MiB", "KV floor", "KV ceiling", "bundle", "context");
     for (uint32_t m = 0; m < plan->model_count; m++) {
         const plan_model_t *model = &plan->models[m];
         const plan_weights_t *weights = &plan->weights[model->weights];
@@ -160,11 +160,12 @@ static void print_plan(const config_t *config, const plan_result_t *plan)
                model->spec.architecture_name, config_engine_name(config->models[m].engine), devices,
                group);
         mib(model->attention_bytes);
-        mib(model->kv_bytes);
-        printf(" %8u %8u\n", model->kv_tokens, model->max_context);
+        printf(" %10u %10u %8u %8u\n", model->kv_floor_tokens, model->kv_tokens,
+               model->kv_elastic ? model->kv_bundle_tokens : 0, model->max_context);
     }
+    printf("KV floor, ceiling and bundle in tokens of one rank; bundle 0: the KV Cache is fixed\n");
     printf("\n%-12s %-10s %10s %10s %10s %10s %10s\n", "device", "role", "budget", "weights",
-           "workspace", "KV", "left MiB");
+           "workspace", "KV pool", "left MiB");
     for (uint32_t i = 0; i < plan->atn_count + plan->ffn_count; i++) {
         const plan_device_t *device =
             i < plan->atn_count ? &plan->atn[i] : &plan->ffn[i - plan->atn_count];
@@ -200,17 +201,22 @@ static json_t *plan_json(const config_t *config, const plan_result_t *plan)
             json_array_append_new(ranks, json_string(config->atn[model->rank_atn[r]].name));
         json_array_append_new(
             models,
-            json_pack("{s:s,s:s,s:s,s:o,s:o,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "id",
-                      config->models[m].id, "architecture", model->spec.architecture_name, "engine",
-                      config_engine_name(config->models[m].engine), "attention_devices", ranks,
-                      "execution_group", group, "delivery",
-                      fabric_delivery_name(plan->plan.instances[m].delivery), "weight_set",
-                      (int)model->weights, "ffn_tp_size", (int)weights->tp_size, "ffn_shard_bytes",
-                      (json_int_t)weights->shard_bytes, "attention_bytes",
-                      (json_int_t)model->attention_bytes, "workspace_bytes",
-                      (json_int_t)model->workspace_bytes, "kv_bytes", (json_int_t)model->kv_bytes,
-                      "kv_tokens", (json_int_t)model->kv_tokens, "max_context",
-                      (json_int_t)model->max_context, "max_rows", (json_int_t)model->max_rows));
+            json_pack(
+                "{s:s,s:s,s:s,s:o,s:o,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:b,s:I,s:I,s:I}",
+                "id", config->models[m].id, "architecture", model->spec.architecture_name, "engine",
+                config_engine_name(config->models[m].engine), "attention_devices", ranks,
+                "execution_group", group, "delivery",
+                fabric_delivery_name(plan->plan.instances[m].delivery), "weight_set",
+                (int)model->weights, "ffn_tp_size", (int)weights->tp_size, "ffn_shard_bytes",
+                (json_int_t)weights->shard_bytes, "attention_bytes",
+                (json_int_t)model->attention_bytes, "workspace_bytes",
+                (json_int_t)model->workspace_bytes, "kv_bytes", (json_int_t)model->kv_bytes,
+                "kv_tokens", (json_int_t)model->kv_tokens, "max_context",
+                (json_int_t)model->max_context, "max_rows", (json_int_t)model->max_rows,
+                "kv_elastic", model->kv_elastic, "kv_floor_tokens",
+                (json_int_t)model->kv_floor_tokens, "kv_bundle_tokens",
+                (json_int_t)model->kv_bundle_tokens, "kv_bundle_bytes",
+                (json_int_t)model->kv_bundle_bytes));
     }
     for (uint32_t i = 0; i < plan->atn_count + plan->ffn_count; i++) {
         const plan_device_t *device =

@@ -30,6 +30,9 @@ WEAK_COMMAND(cmd_gateway);
 WEAK_COMMAND(cmd_up);
 WEAK_COMMAND(cmd_down);
 WEAK_COMMAND(cmd_plan);
+WEAK_COMMAND(cmd_kv);
+WEAK_COMMAND(cmd_kv_set);
+WEAK_COMMAND(cmd_kv_trim);
 WEAK_COMMAND(cmd_devices);
 WEAK_COMMAND(cmd_trace);
 WEAK_COMMAND(cmd_bench);
@@ -53,6 +56,9 @@ static const command_t commands[] = {
     {"gateway", cmd_gateway, "run the one HTTP door to all models"},
     {"plan", cmd_plan, "show what fits where, without starting anything"},
     {"devices", cmd_devices, "list processors and GPUs of this machine"},
+    {"kv set", cmd_kv_set, "change a model's floor and ceiling while it runs"},
+    {"kv trim", cmd_kv_trim, "shrink KV Caches to what live requests use"},
+    {"kv", cmd_kv, "show how the KV Caches share their devices' memory"},
     {"config dump", cmd_config_dump, "print every setting in force and where it came from"},
     {"config check", cmd_config_check, "check a configuration"},
     {"config docs", cmd_config_docs, "write or check the files generated from the settings"},

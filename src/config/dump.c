@@ -43,8 +43,8 @@ static xp_status_t dump_line(const config_t *config, const config_setting_t *set
         snprintf(key, sizeof(key), "%s", setting->key + strlen("models[]."));
     else
         XP_TRY(config_setting_item_key(config, setting, item, key, sizeof(key)));
-    /* An unpinned device has no list of CPUs, and an empty one is no value that can be given; nor is
-     * the memory of a GPU that the driver has not been asked for. */
+    /* An unpinned device has no list of CPUs, and an empty one is no value that can be given; nor
+     * is the memory of a GPU that the driver has not been asked for. */
     if (setting->scope == CONFIG_SCOPE_DEVICE) {
         const config_device_t *device = config_setting_base(config, setting, item);
         if ((setting->type == CONFIG_TYPE_CPUS && device->cpu_count == 0) ||

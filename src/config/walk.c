@@ -161,9 +161,7 @@ static bool walk_device(config_resolver_t *resolver, const config_node_t *node, 
     config_device_table_t *table = &resolver->device_tables[resolver->device_table_count++];
     table->values = device;
     table->node = node;
-    place_t place = {.scope = CONFIG_SCOPE_DEVICE,
-                     .base = &table->values,
-                     .slots = table->slots};
+    place_t place = {.scope = CONFIG_SCOPE_DEVICE, .base = &table->values, .slots = table->slots};
     snprintf(place.pattern, sizeof(place.pattern), "%s", config_device_pattern(device.kind));
     snprintf(place.shown, sizeof(place.shown), "%.100s", shown);
     walk_table(resolver, &place, node);

@@ -13,6 +13,17 @@
 xp_status_t client_ask(const config_t *config, const char *name, const xpw_Envelope *question,
                        pb_size_t answer_tag, uint64_t timeout_ns, xpw_Envelope *answer_out)
 {
+    int fd;
+    XP_TRY(client_ask_for(config, name, question, answer_tag, timeout_ns, answer_out, &fd));
+    if (fd >= 0)
+        close(fd);
+    return XP_OK;
+}
+
+xp_status_t client_ask_for(const config_t *config, const char *name, const xpw_Envelope *question,
+                           pb_size_t answer_tag, uint64_t timeout_ns, xpw_Envelope *answer_out,
+                           int *fd_out)
+{
     int socket;
     XP_TRY(wire_connect(config->daemon.socket, &socket));
     xp_status_t status;
@@ -43,9 +54,12 @@ xp_status_t client_ask(const config_t *config, const char *name, const xpw_Envel
             continue;
         if (status != XP_OK)
             goto done;
-        wire_descriptors_close(&fds);
-        if (answer_out->which_body == answer_tag)
+        if (answer_out->which_body == answer_tag) {
+            *fd_out = wire_descriptors_take(&fds, 0);
+            wire_descriptors_close(&fds);
             goto done;
+        }
+        wire_descriptors_close(&fds);
         if (answer_out->which_body == xpw_Envelope_refused_tag) {
             status = xp_fail(XP_INVALID, "the daemon refused: %s", answer_out->body.refused.reason);
             goto done;

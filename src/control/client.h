@@ -11,4 +11,9 @@
  * when no daemon listens, XP_TIMEOUT, XP_CLOSED when it ends first. */
 xp_status_t client_ask(const config_t *config, const char *name, const xpw_Envelope *question,
                        pb_size_t answer_tag, uint64_t timeout_ns, xpw_Envelope *answer_out);
+/* The same where a descriptor may come with the answer: the caller's then; -1 when there is none.
+ */
+xp_status_t client_ask_for(const config_t *config, const char *name, const xpw_Envelope *question,
+                           pb_size_t answer_tag, uint64_t timeout_ns, xpw_Envelope *answer_out,
+                           int *fd_out);
 #endif

@@ -73,7 +73,8 @@ static group_view_t view_of(const daemon_kv_t *kv, uint32_t g)
                          .floor_tokens = PROTOCOL_LOAD_RELAXED(&entry->floor_bundles) * unit,
                          .ceiling_tokens = PROTOCOL_LOAD_RELAXED(&entry->ceiling_bundles) * unit,
                          .token_bytes = entry->token_bytes * entry->partition_count,
-                         .demand = book->present && kv_policy_need(book) > 0};
+                         .demand = book->present && kv_policy_need(book) > 0 &&
+                                   !kv_policy_only_cache(book)};
     if (!entry->elastic && kv->daemon->instances[entry->instance].state == INSTANCE_SERVING) {
         /* A fixed one reports by its engine's statistics, if at all. */
         view.backed_tokens = view.ceiling_tokens;

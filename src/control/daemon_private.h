@@ -32,7 +32,7 @@ typedef enum daemon_state {
 } daemon_state_t;
 
 typedef struct daemon daemon_t;
-struct daemon_kv; /* daemon_kv.c: the KV market */
+struct daemon_kv;                           /* daemon_kv.c: the KV market */
 typedef struct daemon_plane daemon_plane_t; /* daemon_plane.c; only where devices are GPUs */
 
 typedef struct daemon_participant {

@@ -10,6 +10,7 @@
 
 #define RING_BYTES   (4u << 20)
 #define RING_RECORDS 8192u
+#define BYTES_MAX    (1ull << 48) /* of a pool or a group, in a record that makes sense */
 
 typedef struct record_head {
     uint64_t now_ns, patience_ns, hold_ns;
@@ -121,9 +122,16 @@ static bool group_is_sound(const kv_policy_group_t *group, uint32_t pool_count)
     for (uint32_t m = 0; m < group->member_count; m++)
         if (group->pools[m] >= pool_count)
             return false;
-    return group->bundle_bytes < 1ull << 40 && group->floor_bundles < KV_MAX_BUNDLES &&
-           group->mapped_bundles < KV_MAX_BUNDLES && group->goal_bundles < KV_MAX_BUNDLES &&
-           group->ceiling_bundles < KV_MAX_BUNDLES && group->floor_wanted < KV_MAX_BUNDLES;
+    const uint32_t sizes[] = {group->floor_bundles,  group->floor_wanted, group->ceiling_bundles,
+                              group->mapped_bundles, group->goal_bundles, group->demand_bundles,
+                              group->live_bundles};
+    /* All sums of the policy stay far within 63 bits. */
+    if (group->bundle_bytes == 0 || group->bundle_bytes > BYTES_MAX)
+        return false;
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
+        if (sizes[i] > KV_MAX_BUNDLES || sizes[i] > BYTES_MAX / group->bundle_bytes)
+            return false;
+    return true;
 }
 
 static bool same(const kv_policy_decisions_t *decisions, const record_head_t *head,
@@ -185,6 +193,8 @@ xp_status_t kv_record_replay(const void *bytes, size_t length, kv_record_replay_
         memcpy(snapshot->groups, at, header.group_count * sizeof(kv_policy_group_t));
         at += header.group_count * sizeof(kv_policy_group_t);
         bool sound = head.mode <= KV_POLICY_STATIC && head.command_count <= header.group_count;
+        for (uint32_t p = 0; p < header.pool_count; p++)
+            sound = sound && snapshot->pool_bytes[p] <= BYTES_MAX;
         for (uint32_t g = 0; g < header.group_count && sound; g++)
             sound = group_is_sound(&snapshot->groups[g], header.pool_count);
         if (!sound) {

@@ -340,8 +340,8 @@ static xp_status_t plan_ffn(const config_t *config, plan_result_t *result,
                        "%s), and the FFN devices have %s after workspaces; raise "
                        "devices.\"...\".memory, add a device to ffn.devices, or configure fewer "
                        "models",
-                       result->weights_count, planner_human(need, need_text), planner_human(largest, largest_text),
-                       planner_human(have, have_text));
+                       result->weights_count, planner_human(need, need_text),
+                       planner_human(largest, largest_text), planner_human(have, have_text));
     }
     XP_TRY(status);
     for (uint32_t w = 0; w < result->weights_count; w++) {

@@ -31,7 +31,8 @@ typedef struct plan_model {
     uint32_t max_rows; /* of one FFN call of one rank */
     uint32_t max_context; /* tokens one request may have */
     /* KV Cache of each rank: between floor and ceiling in whole bundles, each on its rank's device.
-     * kv_tokens and kv_bytes are the ceiling's; floor and ceiling are one where it is not elastic. */
+     * kv_tokens and kv_bytes are the ceiling's; floor and ceiling are one where it is not elastic.
+     */
     bool kv_elastic;
     uint32_t kv_tokens, kv_floor_tokens;
     uint32_t kv_page_tokens, kv_bundle_tokens, kv_floor_bundles, kv_ceiling_bundles;

@@ -221,8 +221,8 @@ xp_status_t planner_cuda_workspace(const config_t *config, const plan_result_t *
     stage_ffn_bytes(plan, 0, &stage);
     free(plan);
     XP_TRY(status);
-    *bytes_out = ledger.table_bytes + ledger.lane_bytes + ledger.workspace_bytes + stage.stages +
-                 stage.partials + stage.tables;
+    *bytes_out = ledger.table_bytes + ledger.lane_bytes + ledger.workspace_bytes +
+                 ledger.graph_bytes + stage.stages + stage.partials + stage.tables;
     return XP_OK;
 }
 

@@ -12,10 +12,14 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/failpoint.h"
 #include "engine/engine_private.h"
 
 /* A few milliseconds of clearing or copying. */
 #define PIECE_BYTES (16ull << 20)
+/* The KV Cache asks for more before its free pages run out: for an eighth of what it has, or a
+ * piece where that is less. */
+#define SLACK_SHARE 8
 /* How long a stalled sequence waits for a daemon that does not answer. */
 #define PATIENCE_NS (2 * XP_NS_PER_S)
 
@@ -97,6 +101,7 @@ static void begin(engine_t *engine, const kv_command_t *command)
     engine_pages_set_limit(&engine->pages,
                            pages_of(engine, command->bundles < mapped ? command->bundles : mapped));
     engine->elastic.open = true;
+    xp_failpoint(command->bundles < mapped ? "kv.rank.withdrawn" : "kv.rank.seen");
 }
 
 static bool grow(engine_t *engine, uint32_t mapped, uint32_t goal)
@@ -112,6 +117,7 @@ static bool grow(engine_t *engine, uint32_t mapped, uint32_t goal)
         kv_rank_complete(elastic->rank, mapped);
         return true;
     }
+    xp_failpoint("kv.rank.grown");
     engine_pages_set_limit(&engine->pages, pages_of(engine, to));
     if (to == goal) {
         elastic->open = false;
@@ -134,6 +140,7 @@ static bool move_pages(engine_t *engine, uint32_t *moved_out)
     if (moved > 0) {
         engine_scheduler_rename_pages(&engine->scheduler);
         engine_pages_settle(&engine->pages);
+        xp_failpoint("kv.rank.moved");
     }
     *moved_out = moved;
     return moved == most;
@@ -150,11 +157,14 @@ static bool shrink(engine_t *engine, uint32_t mapped, uint32_t goal)
     if (kept < goal)
         kept = goal;
     /* When the system refuses to take memory back, it is charged on and tried again. */
-    if (kept < mapped)
+    if (kept < mapped) {
         (void)engine_kv_resize(&engine->kv, kept);
+        xp_failpoint("kv.rank.released");
+    }
     const uint32_t now = engine_kv_mapped_bundles(&engine->kv);
     elastic->open = now > goal;
     kv_rank_complete(elastic->rank, now);
+    xp_failpoint("kv.rank.returned");
     return moved > 0 || now < mapped;
 }
 
@@ -183,6 +193,7 @@ bool engine_elastic_apply(engine_t *engine)
     engine->scheduler.admit_pages = admitted_pages(engine);
     engine->scheduler.patience_ns = PATIENCE_NS;
     engine->scheduler.refused = kv_rank_refused(rank);
+    engine->scheduler.growing = elastic->open && rank->goal > engine_kv_mapped_bundles(&engine->kv);
     if (!elastic->open)
         return false;
     const uint32_t mapped = engine_kv_mapped_bundles(&engine->kv);
@@ -192,16 +203,56 @@ bool engine_elastic_apply(engine_t *engine)
 
 /* ---- reports --------------------------------------------------------------------------------- */
 
-static uint64_t demand_kind(const engine_shortage_t *shortage)
+/* Pages that would keep the prefix cache from losing what it has to those who run, and spare them a
+ * stall at the next boundary; 0 when there are enough. Nobody waits for them. */
+static uint32_t pages_to_keep_the_cache(const engine_t *engine)
 {
-    switch (shortage->kind) {
-    case ENGINE_SHORTAGE_PREFILL:
-        return KV_DEMAND_PREFILL;
-    case ENGINE_SHORTAGE_DECODE:
-        return KV_DEMAND_DECODE;
-    default:
-        return KV_DEMAND_NONE;
+    const engine_pages_t *pages = &engine->pages;
+    const uint64_t piece = PIECE_BYTES / (engine->kv.page_floats * sizeof(float));
+    uint64_t slack = pages->limit / SLACK_SHARE;
+    if (slack > piece)
+        slack = piece;
+    if (slack < engine->kv.bundle_pages)
+        slack = engine->kv.bundle_pages;
+    if (engine->scheduler.running_count == 0 || engine->elastic.open || pages->free_count >= slack)
+        return 0;
+    const uint64_t wanted = pages->live_count + pages->idle_count + 2 * slack;
+    return wanted < engine->scheduler.most_pages ? (uint32_t)wanted : engine->scheduler.most_pages;
+}
+
+static void note_demand(engine_t *engine, uint64_t now_ns, kv_report_t *report)
+{
+    static const uint64_t kinds[] = {[ENGINE_SHORTAGE_NONE] = KV_DEMAND_NONE,
+                                     [ENGINE_SHORTAGE_PREFILL] = KV_DEMAND_PREFILL,
+                                     [ENGINE_SHORTAGE_DECODE] = KV_DEMAND_DECODE,
+                                     [ENGINE_SHORTAGE_CACHE] = KV_DEMAND_CACHE};
+    engine_elastic_t *elastic = &engine->elastic;
+    const kv_report_t *former = &elastic->rank->report;
+    engine_shortage_t shortage = engine_scheduler_shortage(&engine->scheduler);
+    if (!elastic->rank->group->elastic)
+        return;
+    if (shortage.kind == ENGINE_SHORTAGE_NONE) {
+        const uint32_t pages = pages_to_keep_the_cache(engine);
+        if (bundles_for(engine, pages) <= engine_kv_mapped_bundles(&engine->kv)) {
+            elastic->cache_since_ns = 0;
+            return;
+        }
+        if (elastic->cache_since_ns == 0)
+            elastic->cache_since_ns = now_ns;
+        shortage = (engine_shortage_t){.kind = ENGINE_SHORTAGE_CACHE,
+                                       .pages = pages,
+                                       .deadline_ns = UINT64_MAX,
+                                       .since_ns = elastic->cache_since_ns};
     }
+    report->demand_kind = kinds[shortage.kind];
+    report->demand_bundles = bundles_for(engine, shortage.pages);
+    report->demand_deadline_ns = shortage.deadline_ns;
+    report->demand_since_ns = shortage.since_ns;
+    /* A refused one is no news for having become larger. */
+    if (shortage.kind == ENGINE_SHORTAGE_CACHE && kv_rank_refused(elastic->rank) &&
+        former->demand_kind == KV_DEMAND_CACHE && former->demand_since_ns == shortage.since_ns &&
+        former->demand_bundles > engine_kv_mapped_bundles(&engine->kv))
+        report->demand_bundles = former->demand_bundles;
 }
 
 void engine_elastic_report(engine_t *engine, uint64_t now_ns)
@@ -225,12 +276,6 @@ void engine_elastic_report(engine_t *engine, uint64_t now_ns)
         .last_activity_ns = elastic->last_activity_ns,
         .earliest_deadline_ns = engine_scheduler_earliest_deadline_ns(scheduler),
     };
-    const engine_shortage_t shortage = engine_scheduler_shortage(scheduler);
-    if (elastic->rank->group->elastic && shortage.kind != ENGINE_SHORTAGE_NONE) {
-        report.demand_kind = demand_kind(&shortage);
-        report.demand_bundles = bundles_for(engine, shortage.pages);
-        report.demand_deadline_ns = shortage.deadline_ns;
-        report.demand_since_ns = shortage.since_ns;
-    }
+    note_demand(engine, now_ns, &report);
     kv_rank_report(elastic->rank, &report);
 }

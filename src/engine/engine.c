@@ -382,6 +382,7 @@ static void sequence_begin(engine_t *engine, engine_sequence_t *sequence, const 
     sequence->state = ENGINE_SEQUENCE_SUBMITTED;
     sequence->computed = sequence->page_count = sequence->tree_pages = 0;
     sequence->cached_tokens = sequence->prompt_sent = sequence->preemptions = 0;
+    sequence->asked_ns = 0;
     sequence->admitted_ns = sequence->first_token_ns = sequence->last_token_ns = 0;
     sequence->finish = ENGINE_FINISH_NONE;
     sequence->stop_token = sequence->stop_string = -1;

@@ -35,6 +35,8 @@ typedef struct engine_elastic {
     uint32_t start_bundles;
     bool open; /* a command is not carried out yet, or not as far as it says */
     uint64_t last_activity_ns;
+    uint64_t
+        cache_since_ns; /* since when more is asked for the prefix cache's sake; 0: it is not */
     uint64_t grow_failures;
     char grow_error[160];
 } engine_elastic_t;

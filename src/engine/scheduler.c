@@ -175,6 +175,27 @@ static uint64_t sequence_deadline(const engine_scheduler_t *scheduler,
     return scheduler->ttft_ns ? sequence->arrival_ns + scheduler->ttft_ns : UINT64_MAX;
 }
 
+/* Before an admission evicts, free memory is asked for: a moment's wait against prefixes that would
+ * have to be computed again. */
+static bool spares_cache(engine_scheduler_t *scheduler, engine_sequence_t *sequence, uint32_t all)
+{
+    const engine_pages_t *pages = scheduler->pages;
+    if (pages->limit >= scheduler->most_pages)
+        return false;
+    if (sequence->asked_ns == 0)
+        sequence->asked_ns = scheduler->now_ns;
+    else if (!scheduler->growing &&
+             (scheduler->refused || scheduler->now_ns - sequence->asked_ns >= ENGINE_ASK_NS))
+        return false;
+    const uint64_t wanted = (uint64_t)all + pages->idle_count;
+    scheduler->prefill_shortage = (engine_shortage_t){
+        .kind = ENGINE_SHORTAGE_CACHE,
+        .pages = wanted < scheduler->most_pages ? (uint32_t)wanted : scheduler->most_pages,
+        .deadline_ns = UINT64_MAX,
+        .since_ns = sequence->asked_ns};
+    return true;
+}
+
 /* Prefix-cache hits and pages for all known tokens, or nothing. */
 static bool pages_reserve(engine_scheduler_t *scheduler, engine_sequence_t *sequence)
 {
@@ -199,6 +220,10 @@ static bool pages_reserve(engine_scheduler_t *scheduler, engine_sequence_t *sequ
                                     .pages = all,
                                     .deadline_ns = sequence_deadline(scheduler, sequence),
                                     .since_ns = sequence->arrival_ns};
+        pages_give_back(scheduler, sequence);
+        return false;
+    }
+    if (pages->free_count < needed - matched && spares_cache(scheduler, sequence, all)) {
         pages_give_back(scheduler, sequence);
         return false;
     }
@@ -242,6 +267,7 @@ void engine_scheduler_admit(engine_scheduler_t *scheduler, uint64_t now_ns)
                     sequence);
         sequence->state = ENGINE_SEQUENCE_RUNNING;
         sequence->stalled = false;
+        sequence->asked_ns = 0;
         if (!sequence->admitted_before) {
             sequence->admitted_before = true;
             sequence->admitted_ns = now_ns;

@@ -29,6 +29,8 @@
 
 /* How long a refused demand waits for others of this Instance to end. */
 #define ENGINE_REFUSED_NS (100 * XP_NS_PER_MS)
+/* How long an admission that would cost cached prefixes waits for free memory instead. */
+#define ENGINE_ASK_NS (20 * XP_NS_PER_MS)
 
 typedef enum engine_sequence_state {
     ENGINE_SEQUENCE_FREE = 0,
@@ -60,6 +62,7 @@ typedef struct engine_sequence {
     uint32_t prompt_sent;   /* PROMPT events produced */
     uint32_t preemptions;
     uint64_t admitted_ns, first_token_ns, last_token_ns, stalled_ns;
+    uint64_t asked_ns; /* since when its admission spares the prefix cache; 0: it does not */
     engine_text_t text;
 
     /* How it ended. */
@@ -71,7 +74,12 @@ typedef struct engine_sequence {
 /* What more pages would do: for a decoding sequence that stalls, or else for the request that waits
  * first in line. */
 typedef struct engine_shortage {
-    enum { ENGINE_SHORTAGE_NONE = 0, ENGINE_SHORTAGE_PREFILL, ENGINE_SHORTAGE_DECODE } kind;
+    enum {
+        ENGINE_SHORTAGE_NONE = 0,
+        ENGINE_SHORTAGE_PREFILL,
+        ENGINE_SHORTAGE_DECODE,
+        ENGINE_SHORTAGE_CACHE, /* it could be admitted, at the cost of cached prefixes */
+    } kind;
     uint32_t pages;       /* that would end it; in all, not in addition */
     uint64_t deadline_ns; /* UINT64_MAX without an SLO */
     uint64_t since_ns;    /* arrival, or when it stalled */
@@ -90,6 +98,7 @@ typedef struct engine_scheduler {
     uint32_t admit_pages; /* new requests wait while live pages would pass it */
     uint64_t patience_ns; /* for an answer to a demand */
     bool refused;         /* the demand reported last cannot be met now */
+    bool growing;         /* a grant is being mapped */
     bool hold;            /* nobody is admitted: pages are about to move */
     uint64_t now_ns;      /* of the last engine_scheduler_admit() */
     engine_shortage_t decode_shortage, prefill_shortage;

@@ -24,8 +24,8 @@
 #define FABRIC_MAX_RANKS     8 /* attention TP x DP of one Instance */
 #define FABRIC_MAX_ROWS      8192
 
-/* SHM: CPU devices, rows of F32. P2P: GPUs of one host (module stage), rows of BF16 or F16, straight
- * between Instance and FfnAgents; P2P_RELAY: the same by way of the AtnAgents. */
+/* SHM: CPU devices, rows of F32. P2P: GPUs of one host (module stage), rows of BF16 or F16,
+ * straight between Instance and FfnAgents; P2P_RELAY: the same by way of the AtnAgents. */
 typedef enum fabric_plan_provider {
     FABRIC_PROVIDER_SHM = 0,
     FABRIC_PROVIDER_P2P,

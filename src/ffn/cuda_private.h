@@ -50,6 +50,7 @@ typedef struct cuda_template {
     uint32_t capacities, capacity[CUDA_MAX_CAPACITIES]; /* rows, ascending */
     cuda_graph_exec_t exec[CUDA_MAX_CAPACITIES][FFN_CUDA_MAX_LANES];
     ffn_library_plan_t *plan; /* dense, of piece_rows rows; or NULL */
+    bool warm;                /* the plan has run */
 } cuda_template_t;
 
 /* Device addresses of a Lane's parts. */
@@ -103,7 +104,8 @@ struct ffn_cuda_runtime {
     uint32_t failure_told;   /* the device knows; host thread */
     uint64_t taken;          /* requests */
     uint32_t lease;          /* last value written */
-    uint64_t lease_since_ns, last_work_ns, quiet_ns;
+    bool offered;            /* that lease is odd, and its kernel is not launched yet */
+    uint64_t lease_since_ns, last_work_ns, last_bulk_ns, quiet_ns;
     _Atomic uint64_t host_launches, leases;
     _Atomic uint32_t lease_in_force;
     bool stuck; /* work on the device did not end: its memory must stay */
@@ -120,6 +122,9 @@ static inline void *cuda_pointer(cuda_address_t address)
 /* cuda_template.c */
 void cuda_template_plan(const ffn_cuda_config_t *config, const ffn_cuda_signature_t *signature,
                         cuda_template_t *template_out);
+/* Device memory that the driver takes for a template's executables, by a generous rule. */
+uint64_t cuda_template_bytes(const ffn_cuda_config_t *config,
+                             const ffn_cuda_signature_t *signature);
 /* Index of the smallest Capacity that holds `rows`. */
 uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows);
 xp_status_t cuda_template_capture(ffn_cuda_runtime_t *runtime, uint32_t index);

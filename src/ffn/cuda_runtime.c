@@ -62,6 +62,9 @@ static xp_status_t create_check(const ffn_cuda_config_t *config)
     if (config->lanes < 1 || config->lanes > FFN_CUDA_MAX_LANES || config->max_rows < 1)
         return xp_fail(XP_INVALID, "%u Executor Lanes of %u rows; 1 to %u Lanes of 1 row or more",
                        config->lanes, config->max_rows, FFN_CUDA_MAX_LANES);
+    if (config->decode_order > 8 || (config->decode_order & (config->decode_order - 1)))
+        return xp_fail(XP_INVALID, "decode order %u; 0, 1, 2, 4 and 8 are orders",
+                       config->decode_order);
     if (config->resident && config->shared_role)
         return xp_fail(XP_INVALID, "the resident decode kernel needs a GPU without another role");
     return XP_OK;
@@ -501,6 +504,7 @@ static xp_status_t start_lane(ffn_cuda_runtime_t *runtime, uint32_t index)
     const cuda_lane_t *own = &runtime->lane[index];
     ffn_cuda_lane_t lane = {.layers = runtime->dispatch.layers};
     ffn_cuda_workspace_carve(&runtime->limits, own->workspace, &lane.workspace);
+    lane.workspace.decode_order = runtime->config.decode_order;
     XP_TRY(runtime_write(runtime, own->lane, &lane, sizeof(lane)));
     /* A piece computes in the same workspace; pieces and their Lane take turns. */
     XP_TRY(runtime_write(runtime, own->piece, &lane, sizeof(lane)));
@@ -532,6 +536,30 @@ static xp_status_t start_lanes(ffn_cuda_runtime_t *runtime)
     for (uint32_t i = 0; i < config->lanes; i++)
         XP_TRY(start_lane(runtime, i));
     return XP_OK;
+}
+
+/* Each plan once: the library loads its kernels at their first use, and a kernel that is loaded
+ * behind a spinning one is a deadlock. What is computed is of no interest. */
+static xp_status_t start_warm(ffn_cuda_runtime_t *runtime)
+{
+    ffn_cuda_workspace_t workspace;
+    ffn_cuda_workspace_carve(&runtime->limits, runtime->lane[0].workspace, &workspace);
+    for (uint32_t l = 0; l < runtime->layers; l++) {
+        cuda_template_t *template = &runtime->template[runtime->layer_template[l]];
+        if (!template->plan || template->warm)
+            continue;
+        /* Sums of piece_rows rows in FP32: room for as many 16-bit inputs and outputs. */
+        const cuda_address_t at = (cuda_address_t)(uintptr_t)workspace.products;
+        const cuda_address_t input =
+            at + (uint64_t) template->piece_rows * template->signature.hidden * 2;
+        const ffn_cuda_part_t *part = &runtime->part[runtime->layer_part[l]];
+        XP_TRY(ffn_library_run(template->plan, part, input, at, 0, runtime->library_at,
+                               runtime->control));
+        XP_TRY(ffn_library_run(template->plan, part, input, 0, at, runtime->library_at,
+                               runtime->control));
+        template->warm = true;
+    }
+    return runtime_wait(runtime);
 }
 
 /* The device's clock beside ours: of a few tries the one that took least. */
@@ -575,6 +603,16 @@ static xp_status_t start_dispatch(ffn_cuda_runtime_t *runtime)
     return runtime_write(runtime, runtime->dispatch_at, dispatch, sizeof(*dispatch));
 }
 
+/* The executables' uploads are queued on the streams that they were captured on. */
+static xp_status_t start_uploaded(ffn_cuda_runtime_t *runtime)
+{
+    const xp_clock_t clock = xp_clock_system();
+    const uint64_t deadline = xp_monotonic_ns() + CUDA_LIMIT_NS;
+    XP_TRY(cuda_stream_wait(runtime->device, runtime->decode, &clock, deadline));
+    XP_TRY(cuda_stream_wait(runtime->device, runtime->bulk, &clock, deadline));
+    return runtime_wait(runtime);
+}
+
 xp_status_t ffn_cuda_runtime_start(ffn_cuda_runtime_t *runtime)
 {
     if (runtime->started)
@@ -583,11 +621,12 @@ xp_status_t ffn_cuda_runtime_start(ffn_cuda_runtime_t *runtime)
     runtime->started = true;
     XP_TRY(start_tables(runtime));
     XP_TRY(start_lanes(runtime));
+    XP_TRY(start_warm(runtime));
     XP_TRY(start_clock(runtime));
     for (uint32_t t = 0; t < runtime->templates; t++)
         XP_TRY(cuda_template_capture(runtime, t));
     XP_TRY(start_dispatch(runtime));
-    XP_TRY(runtime_wait(runtime));
+    XP_TRY(start_uploaded(runtime));
     return cuda_serve_start(runtime);
 }
 
@@ -730,8 +769,10 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
 {
     ffn_cuda_ledger_t ledger = {0};
     ffn_cuda_limits_t limits = {0};
-    uint32_t layers = 0, parts = 0;
+    uint32_t layers = 0, parts = 0, templates = 0;
     uint64_t library_bytes = 0;
+    ffn_cuda_signature_t seen[CUDA_MAX_SIGNATURES];
+    const ffn_cuda_config_t config = {.lanes = lanes, .max_rows = max_rows};
     cuda_lane_t *lane = calloc(lanes ? lanes : 1, sizeof(*lane));
     ffn_cuda_runtime_t *shape = calloc(1, sizeof(*shape));
     cuda_address_t unused;
@@ -749,6 +790,13 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
             parts += cuda_layout_parts(&specs[m]->ffn[l]);
             const uint32_t piece = cuda_layout_piece_rows(&signature, max_rows);
             limits_add(&limits, &signature, piece);
+            uint32_t t = 0;
+            while (t < templates && memcmp(&seen[t], &signature, sizeof(signature)))
+                t++;
+            if (t == templates && templates < CUDA_MAX_SIGNATURES) {
+                seen[templates++] = signature;
+                ledger.graph_bytes += cuda_template_bytes(&config, &signature);
+            }
             if (library && !signature.experts) {
                 const uint64_t bytes = ffn_library_scratch_bound(&signature, piece);
                 library_bytes = library_bytes < bytes ? bytes : library_bytes;

@@ -45,6 +45,7 @@ typedef struct ffn_cuda_config {
                                     the scheduler's */
     uint32_t bulk_blocks;        /* of bulk products while decode is active; 0 = all */
     uint32_t piece_rows;         /* most rows of one piece of bulk work; 0 = by the 300 us rule */
+    uint32_t decode_order;       /* ffn_cuda_workspace_t.decode_order: 0, 1, 2, 4 or 8 */
     uint32_t records;           /* Invocation records kept for ffn_cuda_runtime_records; 0 = none */
     int32_t cpu;                /* of the host thread; negative = not pinned */
     uint64_t block_bytes;       /* most bytes of one allocation of weights; 0 = 48 GiB */
@@ -98,6 +99,7 @@ typedef struct ffn_cuda_ledger {
     uint64_t table_bytes;     /* the runtime's: tables, dispatch, queue; once a device */
     uint64_t lane_bytes;      /* Lanes' own rows, once a device */
     uint64_t workspace_bytes; /* of all Lanes, once a device */
+    uint64_t graph_bytes;     /* allowance for captured executables, which the driver holds */
 } ffn_cuda_ledger_t;
 
 /* Bytes of one shard's weights. `checkpoint` NULL: dummy weights. */

@@ -3,14 +3,17 @@
  * The host thread of a CUDA runtime: fires what the scheduler asks for in the host ring, and holds
  * or gives up the resident kernel's lease.
  *
- *                       a request             no request for quiet_ns,
- *      lease in force ─────────────▶ host ───────────────────────────▶ lease in force
- *                                             nothing fired under way
+ *              a request            no bulk for quiet_ns,          the scheduler has seen
+ *      lease ─────────────▶ none ──────────────────────▶ offered ───────────────────────▶ lease
+ *                                nothing under way                 it, the ring is empty
  *
- * A lease that was short doubles quiet_ns, one that was long sets it back, so mixed work does not
- * spend its time in changes. The thread looks without rest for SERVE_SPIN_NS after the last work
- * and naps in between after that; the device never has to wake it. It is the only one that launches
- * after start. It never waits without a limit; whatever fails ends the runtime with one text.
+ * The kernel is launched only when the scheduler has seen the offer: from then on it asks the host
+ * for bulk only, and what it asked for before is fired. So steady decoding finds its way back to
+ * the resident kernel without a pause. A lease that was short doubles quiet_ns, one that was long
+ * sets it back, so mixed work does not spend its time in changes. The thread looks without rest for
+ * SERVE_SPIN_NS after the last work and naps in between after that; the device never has to wake
+ * it. It is the only one that launches after start. It never waits without a limit; whatever fails
+ * ends the runtime with one text.
  */
 #include <errno.h>
 #include <sched.h>
@@ -54,12 +57,10 @@ static xp_status_t serve_word(ffn_cuda_runtime_t *runtime, cuda_address_t to, co
 static xp_status_t serve_lease_write(ffn_cuda_runtime_t *runtime)
 {
     runtime->staging->lease = ++runtime->lease;
-    XP_TRY(serve_word(runtime, runtime->lease_at, &runtime->staging->lease));
-    atomic_store(&runtime->lease_in_force, runtime->lease % 2);
-    return XP_OK;
+    return serve_word(runtime, runtime->lease_at, &runtime->staging->lease);
 }
 
-static xp_status_t serve_lease_take(ffn_cuda_runtime_t *runtime)
+static xp_status_t serve_lease_offer(ffn_cuda_runtime_t *runtime)
 {
     cuda_staging_t *staging = runtime->staging;
     /* Nobody posts: the last lease's end was seen, and this one's word is not written yet. */
@@ -68,19 +69,33 @@ static xp_status_t serve_lease_take(ffn_cuda_runtime_t *runtime)
     XP_TRY(CUDA_CALL(runtime->device->driver, cuMemcpyHtoDAsync, runtime->queue_at, &staging->queue,
                      sizeof(staging->queue), runtime->control));
     XP_TRY(serve_wait(runtime, runtime->control, SERVE_WORD_LIMIT_NS));
+    runtime->offered = true;
+    return serve_lease_write(runtime);
+}
+
+/* acquire: what the scheduler asked for before it saw the offer is in the ring then. */
+static bool serve_lease_is_seen(const ffn_cuda_runtime_t *runtime)
+{
+    return runtime->no_scheduler ||
+           PROTOCOL_LOAD_ACQUIRE(&runtime->ring->lease_seen) == runtime->lease;
+}
+
+static xp_status_t serve_lease_take(ffn_cuda_runtime_t *runtime)
+{
     XP_TRY(ffn_cuda_resident(&runtime->kernels, runtime->queue_at, true, runtime->resident));
     serve_count(runtime, 1);
-    atomic_fetch_add(&runtime->leases, 1);
+    runtime->offered = false;
     runtime->lease_since_ns = xp_monotonic_ns();
-    return serve_lease_write(runtime);
+    atomic_fetch_add(&runtime->leases, 1);
+    atomic_store(&runtime->lease_in_force, 1);
+    return XP_OK;
 }
 
 /* The scheduler has seen that the lease ended: every command it posted is in the queue. */
 static xp_status_t serve_lease_seen(ffn_cuda_runtime_t *runtime)
 {
     const uint64_t deadline = xp_monotonic_ns() + SERVE_SEEN_LIMIT_NS;
-    while (!runtime->no_scheduler &&
-           PROTOCOL_LOAD_ACQUIRE(&runtime->ring->lease_seen) != runtime->lease) {
+    while (!serve_lease_is_seen(runtime)) {
         if (atomic_load(&runtime->stop) || atomic_load(&runtime->failed))
             return XP_OK; /* it may be gone; what it posts now is refused by a kernel that left */
         if (xp_monotonic_ns() > deadline)
@@ -99,6 +114,7 @@ static xp_status_t serve_lease_give(ffn_cuda_runtime_t *runtime)
     else if (runtime->quiet_ns < SERVE_QUIET_MOST_NS)
         runtime->quiet_ns *= 2;
     XP_TRY(serve_lease_write(runtime));
+    atomic_store(&runtime->lease_in_force, 0);
     XP_TRY(serve_lease_seen(runtime));
     runtime->staging->stop = 1;
     XP_TRY(serve_word(runtime, runtime->queue_at + offsetof(ffn_cuda_queue_t, stop),
@@ -165,10 +181,14 @@ static xp_status_t serve_ring(ffn_cuda_runtime_t *runtime, bool *worked_out)
         if (PROTOCOL_LOAD_ACQUIRE(&entry->sequence) != runtime->taken + 1)
             return XP_OK;
         const ffn_cuda_request_t request = *entry;
-        if (atomic_load(&runtime->lease_in_force))
+        const bool leased = atomic_load(&runtime->lease_in_force);
+        if (leased)
             XP_TRY(serve_lease_give(runtime));
         XP_TRY(serve_fire(runtime, &request));
         runtime->taken++;
+        /* Work that the resident kernel could not have, for whatever reason. */
+        if (leased || request.rows > FFN_CUDA_DECODE_ROWS)
+            runtime->last_bulk_ns = xp_monotonic_ns();
         *worked_out = true;
     }
     return XP_OK;
@@ -181,6 +201,8 @@ static xp_status_t serve_look(ffn_cuda_runtime_t *runtime, bool *idle_out)
     *idle_out = true;
     for (uint32_t i = 0; i < 2; i++) {
         xp_status_t status = CUDA_CALL(runtime->device->driver, cuStreamQuery, streams[i]);
+        if (status == XP_RETRY && streams[i] == runtime->bulk)
+            runtime->last_bulk_ns = xp_monotonic_ns();
         if (status == XP_RETRY)
             *idle_out = false;
         else if (status != XP_OK)
@@ -203,24 +225,45 @@ static void serve_nap(ffn_cuda_runtime_t *runtime)
     xp_futex_wait(&runtime->ring->bell, seen, xp_monotonic_ns() + SERVE_NAP_NS);
 }
 
+/* Once in a while: errors of the device, and whether the lease may be offered. */
+static xp_status_t serve_consider(ffn_cuda_runtime_t *runtime, uint64_t now)
+{
+    bool idle;
+    XP_TRY(serve_look(runtime, &idle));
+    if (!idle) {
+        runtime->last_work_ns = now;
+        return XP_OK;
+    }
+    if (runtime->config.resident && !runtime->offered && !atomic_load(&runtime->lease_in_force) &&
+        now - runtime->last_bulk_ns >= runtime->quiet_ns)
+        XP_TRY(serve_lease_offer(runtime));
+    return XP_OK;
+}
+
 /* One turn. */
 static xp_status_t serve_turn(ffn_cuda_runtime_t *runtime, uint64_t *looked_ns)
 {
-    bool worked, idle = false;
+    bool worked;
+    /* Before the ring: see serve_lease_is_seen. */
+    const bool seen = runtime->offered && serve_lease_is_seen(runtime);
     XP_TRY(serve_ring(runtime, &worked));
+    if (seen) {
+        XP_TRY(serve_lease_take(runtime));
+        /* Bulk that came while the offer was out would wait behind the kernel for ever: it executes
+         * what was posted to it, and leaves. */
+        xp_status_t status = CUDA_CALL(runtime->device->driver, cuStreamQuery, runtime->bulk);
+        if (status == XP_RETRY)
+            status = serve_lease_give(runtime);
+        XP_TRY(status);
+    }
     const uint64_t now = xp_monotonic_ns();
     if (worked)
         runtime->last_work_ns = now;
     if (now - *looked_ns >= SERVE_LOOK_NS) {
         *looked_ns = now;
-        XP_TRY(serve_look(runtime, &idle));
-        if (!idle)
-            runtime->last_work_ns = now;
-        const bool lease = atomic_load(&runtime->lease_in_force);
-        if (runtime->config.resident && !lease && idle &&
-            now - runtime->last_work_ns >= runtime->quiet_ns)
-            XP_TRY(serve_lease_take(runtime));
+        XP_TRY(serve_consider(runtime, now));
     }
+    /* An offer is answered within a turn of the scheduler, if there is one. */
     if (now - runtime->last_work_ns > SERVE_SPIN_NS)
         serve_nap(runtime);
     return XP_OK;
@@ -264,7 +307,7 @@ static void *serve_main(void *context)
     xp_status_t status = cuda_device_use(runtime->device);
     runtime->quiet_ns = runtime->config.quiet_ns;
     if (status == XP_OK && runtime->config.resident)
-        status = serve_lease_take(runtime);
+        status = serve_lease_offer(runtime);
     while (status == XP_OK && !atomic_load(&runtime->stop) && !atomic_load(&runtime->failed))
         status = serve_turn(runtime, &looked_ns);
     if (status == XP_OK && !atomic_load(&runtime->failed) && atomic_load(&runtime->lease_in_force))

@@ -11,8 +11,11 @@
  */
 #include "ffn/cuda_private.h"
 
-#define TEMPLATE_STEP        4u  /* from one Capacity to the next */
-#define TEMPLATE_FIRST       64u /* the first above decode */
+#define TEMPLATE_STEP  4u  /* from one Capacity to the next */
+#define TEMPLATE_FIRST 64u /* the first above decode */
+/* Measured for an executable of few launches, and reckoned for eight launches more. */
+#define TEMPLATE_EXEC_BYTES  ((uint64_t)136 << 10)
+#define TEMPLATE_PIECE_BYTES ((uint64_t)16 << 10)
 #define TEMPLATE_THREADS     256u
 #define TEMPLATE_BLOCK_BYTES ((uint64_t)32 << 10) /* copied by one block */
 #define TEMPLATE_BLOCKS      2u                   /* a multiprocessor, at most */
@@ -41,6 +44,18 @@ uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows)
     while (c + 1 < template->capacities && template->capacity[c] < rows)
         c++;
     return c;
+}
+
+uint64_t cuda_template_bytes(const ffn_cuda_config_t *config, const ffn_cuda_signature_t *signature)
+{
+    cuda_template_t template;
+    uint64_t bytes = 0;
+    cuda_template_plan(config, signature, &template);
+    for (uint32_t c = 0; c < template.capacities; c++) {
+        const uint32_t pieces = template.capacity[c] / template.piece_rows + 1;
+        bytes += TEMPLATE_EXEC_BYTES + (uint64_t)pieces * TEMPLATE_PIECE_BYTES;
+    }
+    return bytes * config->lanes;
 }
 
 static uint32_t template_blocks(const ffn_cuda_runtime_t *runtime, uint64_t bytes)

@@ -89,6 +89,7 @@ typedef enum kv_demand_kind {
     KV_DEMAND_NONE = 0,
     KV_DEMAND_PREFILL, /* a request that has not begun waits for room */
     KV_DEMAND_DECODE,  /* live work cannot go on */
+    KV_DEMAND_CACHE,   /* nobody waits: more would keep prefixes that are about to be forgotten */
 } kv_demand_kind_t;
 
 /* What the leader says of its group, all in units of one rank. */

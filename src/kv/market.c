@@ -8,6 +8,7 @@
 #include <string.h>
 
 #define RECHECK_NS 100000000ull  /* while a demand is open: a report may have changed unrung */
+#define REMIND_NS  500000000ull  /* a shrink that stands still though its live requests have left */
 #define PAUSE_NS   1000000000ull /* after a grant that the system had no memory for */
 
 static kv_policy_group_t *book(kv_market_t *market, uint32_t group)
@@ -174,7 +175,7 @@ static void read_report(kv_market_t *market, uint32_t g)
         return;
     state->report = report;
     group->demand_kind =
-        report.demand_kind <= KV_DEMAND_DECODE ? (uint32_t)report.demand_kind : KV_DEMAND_NONE;
+        report.demand_kind <= KV_DEMAND_CACHE ? (uint32_t)report.demand_kind : KV_DEMAND_NONE;
     group->demand_bundles = bounded(report.demand_bundles, KV_MAX_BUNDLES);
     group->demand_deadline_ns = report.demand_deadline_ns;
     group->demand_since_ns = report.demand_since_ns;
@@ -258,7 +259,7 @@ static bool read_completions(kv_market_t *market, uint32_t g, uint64_t now_ns,
      * least, and the rest is free again. */
     if (least < group->goal_bundles) {
         kv_policy_command_t less = {
-            .group = g, .bundles = least, .for_group = g, .reason = KV_REASON_NONE};
+            .group = g, .bundles = least, .for_group = g, .reason = KV_REASON_SHORT};
         group->not_before_ns = now_ns + PAUSE_NS;
         publish(market, g, &less, false, now_ns, step);
     }
@@ -328,10 +329,35 @@ static void trim(kv_market_t *market, uint32_t g, uint64_t now_ns, kv_market_ste
     if (to > group->goal_bundles)
         to = group->goal_bundles;
     kv_policy_command_t command = {
-        .group = g, .bundles = to, .for_group = g, .reason = KV_REASON_NONE};
+        .group = g, .bundles = to, .for_group = g, .reason = KV_REASON_TRIM};
     state->trim_wanted = false;
     state->trims++;
     publish(market, g, &command, true, now_ns, step);
+}
+
+static uint32_t least_held(const kv_policy_group_t *group)
+{
+    uint32_t least = group->goal_bundles;
+    if (group->live_bundles > least)
+        least = group->live_bundles;
+    return group->floor_bundles > least ? group->floor_bundles : least;
+}
+
+/* TP ranks agree on the size that all of them reach at that moment, and keep it. */
+static bool stands_still(const kv_market_t *market, uint32_t g)
+{
+    const kv_policy_group_t *group = &market->snapshot.groups[g];
+    return group->present && group->answered && group->mapped_bundles > least_held(group);
+}
+
+static void remind(kv_market_t *market, uint32_t g, uint64_t now_ns, kv_market_step_t *step)
+{
+    kv_market_group_t *state = &market->groups[g];
+    if (!stands_still(market, g) || now_ns < state->commanded_ns + REMIND_NS)
+        return;
+    kv_policy_command_t command = state->last;
+    command.bundles = least_held(book(market, g));
+    publish(market, g, &command, false, now_ns, step);
 }
 
 /* A raised floor is a promise from the moment that nobody else holds its bytes. */
@@ -360,6 +386,8 @@ static void note_next(kv_market_t *market, uint32_t g, uint64_t now_ns, kv_marke
         return;
     if (!group->answered)
         next = state->commanded_ns + (state->reported_late ? 2 * limit : limit);
+    else if (stands_still(market, g))
+        next = state->commanded_ns + REMIND_NS;
     else if (kv_policy_need(group)) {
         uint64_t deadline = kv_policy_deadline_ns(&market->snapshot, group);
         next = deadline > now_ns && deadline < now_ns + RECHECK_NS ? deadline : now_ns + RECHECK_NS;
@@ -388,6 +416,7 @@ void kv_market_step(kv_market_t *market, uint64_t now_ns, kv_market_step_t *step
             read_report(market, g);
             watch_answer(market, g, now_ns, step_out);
             trim(market, g, now_ns, step_out);
+            remind(market, g, now_ns, step_out);
         }
     }
     kv_policy_decide(snapshot, &market->decisions);

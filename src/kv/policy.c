@@ -35,21 +35,27 @@ uint64_t kv_policy_bundle_on(const kv_policy_group_t *group, uint32_t pool)
     return members * group->bundle_bytes;
 }
 
+/* A raised floor that has not been mapped yet goes before everything else. */
+static bool only_floor(const kv_policy_group_t *group)
+{
+    return group->goal_bundles < group->floor_wanted;
+}
+
+bool kv_policy_only_cache(const kv_policy_group_t *group)
+{
+    return group->demand_kind == KV_DEMAND_CACHE && !only_floor(group);
+}
+
 uint32_t kv_policy_need(const kv_policy_group_t *group)
 {
     uint32_t need = 0;
-    if (group->demand_kind != KV_DEMAND_NONE)
+    if (group->demand_kind != KV_DEMAND_NONE &&
+        (group->demand_kind != KV_DEMAND_CACHE || !only_floor(group)))
         need = group->demand_bundles < group->ceiling_bundles ? group->demand_bundles
                                                               : group->ceiling_bundles;
     if (need < group->floor_wanted)
         need = group->floor_wanted; /* a raised floor is a demand by itself */
     return need > group->goal_bundles ? need : 0;
-}
-
-/* A raised floor that has not been mapped yet goes before everything else. */
-static bool only_floor(const kv_policy_group_t *group)
-{
-    return group->goal_bundles < group->floor_wanted;
 }
 
 static uint64_t add_saturated(uint64_t a, uint64_t b)
@@ -61,6 +67,8 @@ uint64_t kv_policy_deadline_ns(const kv_policy_snapshot_t *snapshot, const kv_po
 {
     if (only_floor(group))
         return 0;
+    if (kv_policy_only_cache(group))
+        return UINT64_MAX;
     uint64_t patient = add_saturated(group->demand_since_ns, snapshot->patience_ns);
     if (snapshot->mode == KV_POLICY_ARRIVAL || group->demand_deadline_ns > patient)
         return patient;
@@ -73,7 +81,9 @@ const char *kv_policy_reason_name(kv_policy_reason_t reason)
                                         [KV_REASON_GRANT] = "grant",
                                         [KV_REASON_FUND] = "fund",
                                         [KV_REASON_CEILING] = "ceiling",
-                                        [KV_REASON_FLOOR] = "floor"};
+                                        [KV_REASON_FLOOR] = "floor",
+                                        [KV_REASON_TRIM] = "trim",
+                                        [KV_REASON_SHORT] = "short of memory"};
     return (unsigned)reason < sizeof(names) / sizeof(names[0]) ? names[reason] : "unknown";
 }
 
@@ -99,6 +109,8 @@ static bool goes_before(const decide_t *decide, uint32_t a, uint32_t b)
     const kv_policy_group_t *left = &snapshot->groups[a], *right = &snapshot->groups[b];
     if (only_floor(left) != only_floor(right))
         return only_floor(left);
+    if (kv_policy_only_cache(left) != kv_policy_only_cache(right))
+        return kv_policy_only_cache(right);
     if (snapshot->mode == KV_POLICY_DEADLINE) {
         bool left_overdue = overdue(decide, a), right_overdue = overdue(decide, b);
         if (left_overdue != right_overdue)
@@ -141,8 +153,9 @@ static uint32_t kept_bundles(const decide_t *decide, const kv_policy_group_t *gr
     uint32_t keep =
         group->live_bundles > group->floor_bundles ? group->live_bundles : group->floor_bundles;
     /* Granted a moment ago, not used yet. */
-    if (group->demand_kind != KV_DEMAND_NONE && group->demand_bundles <= group->goal_bundles &&
-        group->demand_bundles > keep && group->granted_ns != 0 &&
+    if (group->demand_kind != KV_DEMAND_NONE && group->demand_kind != KV_DEMAND_CACHE &&
+        group->demand_bundles <= group->goal_bundles && group->demand_bundles > keep &&
+        group->granted_ns != 0 &&
         decide->snapshot->now_ns < add_saturated(group->granted_ns, decide->snapshot->hold_ns))
         keep = group->demand_bundles;
     return keep;
@@ -367,7 +380,8 @@ static void serve(decide_t *decide, uint32_t g)
     want_t want = {.group = g, .need = kv_policy_need(group)};
     uint32_t charge = kv_policy_charge(group);
     uint32_t extra = want.need > charge ? want.need - charge : 0;
-    bool prefill = group->demand_kind == KV_DEMAND_PREFILL && !only_floor(group);
+    bool cache = kv_policy_only_cache(group);
+    bool prefill = cache || (group->demand_kind == KV_DEMAND_PREFILL && !only_floor(group));
     bool stands_behind = false;
     for (uint32_t p = 0; p < snapshot->pool_count; p++) {
         want.extra_bytes[p] = (int64_t)(extra * decide->unit[g][p]);
@@ -384,6 +398,10 @@ static void serve(decide_t *decide, uint32_t g)
         return;
     }
     int64_t short_bytes[KV_MAX_POOLS];
+    if (cache) {
+        decide->out->refused[g] = true;
+        return;
+    }
     if (missing(decide, &want, short_bytes) && !donors_cover(decide, &want, short_bytes, false)) {
         decide->out->refused[g] = true;
         if (overdue(decide, g))

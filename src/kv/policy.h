@@ -20,6 +20,9 @@
  * as a whole is funded. While shrinks of one pool are unanswered no further shrink touches it (one
  * funding attempt at a time per pool); pools without a group in common proceed independently.
  *
+ * A prefix cache is no reason to take memory from anybody: such a demand comes after all others and
+ * gets free bytes only.
+ *
  * What cannot be met. A demand that free bytes and donors do not cover is refused for now, and
  * looked at again at every decision. When it is overdue it also keeps its pools: later prefills get
  * nothing there, and as many groups as are needed (those already chosen first, then the latest
@@ -72,6 +75,9 @@ typedef enum kv_policy_reason {
     KV_REASON_FUND,    /* shrink to fund for_group */
     KV_REASON_CEILING, /* shrink below a lowered ceiling */
     KV_REASON_FLOOR,   /* grow to a raised floor */
+    /* The market's own. */
+    KV_REASON_TRIM,  /* shrink, and drop the prefix cache */
+    KV_REASON_SHORT, /* the system had no memory for the whole grant */
 } kv_policy_reason_t;
 
 typedef struct kv_policy_command {
@@ -93,6 +99,8 @@ void kv_policy_decide(const kv_policy_snapshot_t *snapshot, kv_policy_decisions_
 uint32_t kv_policy_charge(const kv_policy_group_t *group);
 /* What it wants in all, at most its ceiling; 0 without a demand beyond its goal. */
 uint32_t kv_policy_need(const kv_policy_group_t *group);
+/* Its demand is for its prefix cache alone: nobody waits for it. */
+bool kv_policy_only_cache(const kv_policy_group_t *group);
 /* From when its demand is overdue. */
 uint64_t kv_policy_deadline_ns(const kv_policy_snapshot_t *snapshot,
                                const kv_policy_group_t *group);

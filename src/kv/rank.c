@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/failpoint.h"
 #include "base/memfd.h"
 
 xp_status_t kv_rank_open(int channel_fd, int daemon_bell, int bell, uint32_t partition,
@@ -42,6 +43,8 @@ void kv_rank_close(kv_rank_t *rank)
 {
     if (!rank->channel)
         return;
+    if (rank->applied)
+        kv_partition_close(rank->partition);
     kv_channel_unmap(rank->channel);
     if (rank->daemon_bell >= 0)
         close(rank->daemon_bell);
@@ -200,6 +203,7 @@ void kv_rank_complete(kv_rank_t *rank, uint32_t mapped_bundles)
         return;
     rank->completion = KV_CELL(rank->applied, mapped_bundles);
     kv_partition_complete(rank->partition, rank->applied, mapped_bundles);
+    xp_failpoint("kv.rank.completed");
     ring(rank);
 }
 
@@ -219,8 +223,10 @@ void kv_rank_report(kv_rank_t *rank, const kv_report_t *report)
     kv_group_report_write(rank->group, report);
     rank->report = *report;
     rank->reported = true;
-    if (news)
-        ring(rank);
+    if (!news)
+        return;
+    xp_failpoint("kv.rank.demanded");
+    ring(rank);
 }
 
 bool kv_rank_refused(const kv_rank_t *rank)

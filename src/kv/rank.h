@@ -40,7 +40,8 @@ typedef struct kv_rank {
  * tests without a daemon. XP_PEER when it is no channel or the partition is not there. */
 xp_status_t kv_rank_open(int channel_fd, int daemon_bell, int bell, uint32_t partition,
                          kv_rank_t *rank_out);
-void kv_rank_close(kv_rank_t *rank); /* accepts all zero */
+/* After the rank's memory has been unmapped: the daemon counts on it. Accepts all zero. */
+void kv_rank_close(kv_rank_t *rank);
 
 /* The bundles to map before serving, those of command 1. XP_PEER when the daemon published none, or
  * one that the geometry does not allow. */

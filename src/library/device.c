@@ -216,7 +216,8 @@ static xp_status_t queue_call(library_device_t *device, const xpool_ffn_call_t *
 {
     cuda_stream_t stream = call->stream;
     int capturing = 0;
-    XP_TRY(CUDA_CALL(device->device.driver, cuStreamIsCapturing, stream, &capturing));
+    if (stream) /* the legacy default stream cannot capture */
+        XP_TRY(CUDA_CALL(device->device.driver, cuStreamIsCapturing, stream, &capturing));
     /* In a captured graph the record counts that is there when it is replayed. */
     if (!call->live_on_device && !capturing) {
         transport_live_t live;

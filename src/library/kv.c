@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * libxpool: the elastic KV Cache of somebody else's engine. Commands from the control channel become
- * memory behind the range; what the engine says of its slots becomes completions and reports.
+ * libxpool: the elastic KV Cache of somebody else's engine. Commands from the control channel
+ * become memory behind the range; what the engine says of its slots becomes completions and
+ * reports.
  *
  * Used by one thread of the engine at a time. Never waits: neither for the daemon nor for other
  * ranks.
@@ -259,8 +260,8 @@ xpool_status_t xpool_kv_report(xpool_kv_t *kv, const xpool_kv_report_t *given)
                                      LIBRARY_BYTES_TO(xpool_kv_report_t, earliest_deadline_ns),
                                      "xpool_kv_report_t", &from, sizeof(from));
     if (status == XP_OK && from.demand > XPOOL_KV_DECODE)
-        status = xp_fail(XP_INVALID, "xpool_kv_report_t.demand %u is no xpool_kv_demand_t",
-                         from.demand);
+        status =
+            xp_fail(XP_INVALID, "xpool_kv_report_t.demand %u is no xpool_kv_demand_t", from.demand);
     if (status != XP_OK)
         return library_status(status);
     const uint32_t ceiling = PROTOCOL_LOAD_RELAXED(&kv->rank.group->ceiling_bundles);

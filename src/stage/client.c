@@ -16,13 +16,6 @@
 #define CLIENT_BLOCKS_MAX 128u
 #define CLIENT_BLOCK_WORK (16u << 10) /* bytes a block moves before another one is worth it */
 
-/* As kernels.cu has it. */
-typedef struct stage_take {
-    uint64_t output, partial, partial_stride;
-    uint32_t members, dtype, narrow, captured;
-    uint64_t row_bytes;
-} stage_take_t;
-
 struct stage_client {
     const cuda_device_t *device;
     fabric_plan_instance_t plan;
@@ -85,15 +78,12 @@ xp_status_t stage_client_export(const stage_client_t *client, int *fd_out)
 }
 
 /* The header of a stage, read from device memory: is it the planned one? */
-static xp_status_t client_check_page(const stage_client_t *client, const stage_page_t *page,
+static xp_status_t client_check_page(const stage_client_t *client, const stage_head_t *page,
                                      uint32_t ffn)
 {
     const fabric_plan_instance_t *plan = &client->plan;
     if (page->magic != STAGE_MAGIC)
-        return xp_fail(XP_PEER,
-                       "descriptor is no stage (magic %#x), or its FfnAgent has not "
-                       "attached this Instance yet",
-                       page->magic);
+        return xp_fail(XP_PEER, "descriptor is no stage (magic %#x)", page->magic);
     if (page->abi != STAGE_ABI)
         return xp_fail(XP_PEER, "stage has ABI %u, this build %u", page->abi, STAGE_ABI);
     if (page->ffn != ffn || page->ranks != fabric_plan_ranks(plan) ||
@@ -119,7 +109,7 @@ xp_status_t stage_client_open(stage_client_t *client, uint32_t ffn, int stage_fd
     if (client->opened >> ffn & 1)
         return xp_fail(XP_INVALID, "the stage of FfnAgent %u is open already", ffn);
     cuda_block_t block;
-    stage_page_t page;
+    stage_head_t page;
     XP_TRY(cuda_block_import(client->device, stage_fd, stage_page_bytes(&client->plan), &block));
     xp_status_t status;
     XP_TRY_GOTO(status, fail,
@@ -224,6 +214,17 @@ static void client_describe_take(const stage_client_t *client, uint32_t captured
         .narrow = client->geometry.hidden % 8 != 0,
         .captured = captured,
         .row_bytes = client_row_bytes(client)};
+}
+
+xp_status_t stage_client_describe(stage_client_t *client, uint32_t layer, uint32_t captured,
+                                  struct stage_put *put_out, uint32_t *direct_out,
+                                  transport_cuda_parts_t *parts_out)
+{
+    XP_TRY(client_check(client, layer, NULL, NULL));
+    client_describe_put(client, layer, captured, put_out);
+    *direct_out = client->answers;
+    *parts_out = client->parts;
+    return XP_OK;
 }
 
 xp_status_t stage_client_put(stage_client_t *client, uint32_t layer, cuda_address_t live,

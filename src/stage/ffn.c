@@ -16,7 +16,6 @@
 #define FFN_START_NS (10 * XP_NS_PER_S)
 #define FFN_STOP_NS  (1 * XP_NS_PER_S)
 #define FFN_NAP_NS   (50 * XP_NS_PER_US)
-#define FFN_THREADS  512u /* of the scheduler's block; scheduler.cu */
 /* Lanes of the echo: as many as an FfnAgent has by default. */
 #define FFN_ECHO_LANES 4u
 
@@ -73,6 +72,35 @@ static xp_status_t ffn_check(const stage_ffn_config_t *config)
                        "models over more devices",
                        lines, config->ffn, STAGE_LINES_MAX);
     return XP_OK;
+}
+
+/* Nothing of the Instance's predecessor is left in stage and partials. */
+static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
+{
+    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
+    ffn_instance_t *instance = &ffn->instances[index];
+    stage_head_t head = {
+        .magic = STAGE_MAGIC,
+        .abi = STAGE_ABI,
+        .bytes = stage_page_bytes(plan),
+        .generation = ffn->config.plan->generation,
+        .instance = index,
+        .ffn = ffn->config.ffn,
+        .ranks = fabric_plan_ranks(plan),
+        .dp_size = plan->atn_dp,
+        .hidden = plan->hidden,
+        .max_rows = plan->max_rows,
+        .dtype = plan->dtype,
+    };
+    void *parameters[] = {&instance->page.address, &head};
+    XP_TRY(stage_control_launch(&ffn->control, STAGE_KERNEL_PAGE_START, 64, parameters));
+    if (!instance->partials.handle)
+        return XP_OK;
+    uint64_t bytes = stage_partials_bytes(plan, ffn->config.ffn);
+    uint32_t members = stage_partials_members(plan, ffn->config.ffn);
+    uint32_t rows = (uint32_t)stage_total_rows(plan), hidden = plan->hidden, own = ffn->config.ffn;
+    void *start[] = {&instance->partials.address, &bytes, &index, &own, &members, &rows, &hidden};
+    return stage_control_launch(&ffn->control, STAGE_KERNEL_PARTIALS_START, 128, start);
 }
 
 /* Memory of an Instance, and its constant description. */
@@ -140,6 +168,7 @@ static xp_status_t ffn_make(stage_ffn_t *ffn)
         if (!ffn_is_member(ffn, i))
             continue;
         XP_TRY(ffn_make_instance(ffn, i, groups));
+        XP_TRY(ffn_clear(ffn, i));
         ffn->instances[i].about.groups = ffn->table + at;
         XP_TRY(stage_control_write(&ffn->control, ffn->table + at, groups,
                                    sizeof(uint32_t) * plan->instances[i].layers,
@@ -252,16 +281,21 @@ xp_status_t stage_ffn_start(stage_ffn_t *ffn)
                                xp_monotonic_ns() + FFN_START_NS));
     cuda_address_t life = ffn->config.life ? ffn->config.life->address : 0;
     void *parameters[] = {&ffn->table, &life};
-    XP_TRY(
-        cuda_launch(ffn->config.device, ffn->scheduler, 1, FFN_THREADS, ffn->resident, parameters));
+    XP_TRY(cuda_launch(ffn->config.device, ffn->scheduler, 1, STAGE_THREADS, ffn->resident,
+                       parameters));
     ffn->launched = true;
     return XP_OK;
 }
 
 /* ---- Instances ------------------------------------------------------------------------------ */
-static bool ffn_has_left(const stage_ffn_t *ffn)
+static xp_status_t ffn_has_left(const stage_ffn_t *ffn, bool *left_out)
 {
-    return ffn->config.device->driver->cuStreamQuery(ffn->resident) == CUDA_RESULT_SUCCESS;
+    const cuda_driver_t *driver = ffn->config.device->driver;
+    int result = driver->cuStreamQuery(ffn->resident);
+    if (result != CUDA_RESULT_SUCCESS && result != CUDA_RESULT_NOT_READY)
+        return cuda_check_at(driver, result, "cuStreamQuery", __FILE__, __LINE__);
+    *left_out = result == CUDA_RESULT_SUCCESS;
+    return XP_OK;
 }
 
 /* Polls until the scheduler has answered the last order to this Instance with `wanted`. */
@@ -272,7 +306,8 @@ static xp_status_t ffn_await(stage_ffn_t *ffn, uint32_t index, uint32_t wanted,
         struct {
             uint32_t now, reason;
         } seen;
-        bool left = ffn_has_left(ffn); /* asked first: the answer below is then its last word */
+        bool left = false; /* asked first: the answer below is then its last word */
+        XP_TRY(ffn_has_left(ffn, &left));
         XP_TRY(stage_control_read(&ffn->control,
                                   ffn_entry(ffn, index) + offsetof(stage_instance_t, now),
                                   sizeof(seen), deadline_ns, &seen));
@@ -307,35 +342,6 @@ static xp_status_t ffn_order(stage_ffn_t *ffn, uint32_t index, uint32_t state)
     uint32_t wanted = transport_slot_word(++instance->turn, state);
     void *parameters[] = {&entry, &instance->about, &wanted};
     return stage_control_launch(&ffn->control, STAGE_KERNEL_DESCRIBE, 1, parameters);
-}
-
-/* Nothing of the Instance's predecessor is left in stage and partials. */
-static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
-{
-    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
-    ffn_instance_t *instance = &ffn->instances[index];
-    stage_page_t page = {
-        .magic = STAGE_MAGIC,
-        .abi = STAGE_ABI,
-        .bytes = stage_page_bytes(plan),
-        .generation = ffn->config.plan->generation,
-        .instance = index,
-        .ffn = ffn->config.ffn,
-        .ranks = fabric_plan_ranks(plan),
-        .dp_size = plan->atn_dp,
-        .hidden = plan->hidden,
-        .max_rows = plan->max_rows,
-        .dtype = plan->dtype,
-    };
-    void *parameters[] = {&instance->page.address, &page};
-    XP_TRY(stage_control_launch(&ffn->control, STAGE_KERNEL_PAGE_START, 1, parameters));
-    if (!instance->partials.handle)
-        return XP_OK;
-    uint64_t bytes = stage_partials_bytes(plan, ffn->config.ffn);
-    uint32_t members = stage_partials_members(plan, ffn->config.ffn);
-    uint32_t rows = (uint32_t)stage_total_rows(plan), hidden = plan->hidden, own = ffn->config.ffn;
-    void *start[] = {&instance->partials.address, &bytes, &index, &own, &members, &rows, &hidden};
-    return stage_control_launch(&ffn->control, STAGE_KERNEL_PARTIALS_START, 128, start);
 }
 
 static void ffn_unmap_arenas(ffn_instance_t *instance)
@@ -457,6 +463,11 @@ static xp_status_t ffn_failure(const stage_ffn_t *ffn, const stage_failure_t *fa
     case STAGE_FAILURE_LANE:
         return xp_fail(XP_FATAL, "%.24s: no Lane of FfnAgent %u came free for layer %u in %llu ms",
                        id, failure->b, failure->layer_a, waited_ms);
+    case STAGE_FAILURE_CAPACITY:
+        return xp_fail(XP_FATAL,
+                       "%.24s: layer %u has more rows in all (%u of rank %u) than the Lanes of "
+                       "FfnAgent %u hold",
+                       id, failure->layer_a, failure->rows_a, failure->a, failure->b);
     case STAGE_FAILURE_RUNTIME:
         return xp_fail(XP_FATAL, "the execution of FfnAgent %u failed: %s", ffn->config.ffn,
                        failure->status < XP_STATUS_COUNT
@@ -473,19 +484,17 @@ xp_status_t stage_ffn_look(stage_ffn_t *ffn, uint64_t deadline_ns, uint64_t *dro
     if (!ffn->launched)
         return xp_fail(XP_INVALID, "the scheduler of FfnAgent %u is not started", ffn->config.ffn);
     /* Asked before the table is read: what the scheduler wrote before it left is then in it. */
-    int query = ffn->config.device->driver->cuStreamQuery(ffn->resident);
+    bool left = false;
+    XP_TRY(ffn_has_left(ffn, &left));
     XP_TRY(ffn_read(ffn, deadline_ns));
     if (ffn->image.failure.kind != STAGE_FAILURE_NONE)
         return ffn_failure(ffn, &ffn->image.failure);
-    if (query == CUDA_RESULT_SUCCESS) {
+    if (left) {
         if (ffn->image.shutdown || ffn->image.stop)
             return xp_fail(XP_CLOSED, "the scheduler of FfnAgent %u has left", ffn->config.ffn);
         return xp_fail(XP_FATAL, "the scheduler of FfnAgent %u has left by itself",
                        ffn->config.ffn);
     }
-    if (query != CUDA_RESULT_NOT_READY)
-        return cuda_check_at(ffn->config.device->driver, query, "the resident scheduler", __FILE__,
-                             __LINE__);
     uint64_t dropped = 0;
     for (uint32_t i = 0; i < ffn->config.plan->instance_count; i++) {
         ffn_instance_t *instance = &ffn->instances[i];

@@ -97,15 +97,6 @@ extern "C" __global__ void stage_wait(const mailbox_arena_t *arena, transport_de
     *state = local;
 }
 
-// Where the answer lies in the arena, and how it is to be taken.
-typedef struct stage_take {
-    uint64_t output, partial; // addresses
-    uint64_t partial_stride;  // FP32 elements from one member's area to the next
-    uint32_t members;         // that answer with partials; 0: the complete rows are there
-    uint32_t dtype, narrow, captured;
-    uint64_t row_bytes;
-} stage_take_t;
-
 static __device__ __forceinline__ void rows_take(const stage_take_t &take, uint32_t rows,
                                                  void *output, uint64_t thread, uint64_t threads)
 {
@@ -210,10 +201,14 @@ extern "C" __global__ void stage_describe(stage_instance_t *instance, stage_abou
         PROTOCOL_STORE_RELEASE(&instance->wanted, wanted);
 }
 
-extern "C" __global__ void stage_page_start(stage_page_t *page, stage_page_t value)
+// A stage without lines of an earlier Instance.
+extern "C" __global__ void stage_page_start(stage_page_t *page, stage_head_t head)
 {
+    uint64_t *words = (uint64_t *)page->lines;
+    for (uint32_t i = threadIdx.x; i < sizeof(page->lines) / 8; i += blockDim.x)
+        words[i] = 0;
     if (threadIdx.x == 0)
-        *page = value;
+        page->head = head;
 }
 
 extern "C" __global__ void stage_partials_start(stage_partials_t *partials, uint64_t bytes,

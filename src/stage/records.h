@@ -36,12 +36,15 @@
 /* ---- stage: Instance Ranks to an FfnAgent --------------------------------------------------- */
 typedef mailbox_request_t stage_line_t;
 
-typedef struct stage_page {
-    /* Constant, written by the FfnAgent. */
+typedef struct stage_head {
     uint32_t magic, abi;
     uint64_t bytes, generation;
     uint32_t instance, ffn, ranks, dp_size, hidden, max_rows, dtype, reserved;
     uint8_t pad[MAILBOX_LINE - 56];
+} stage_head_t;
+
+typedef struct stage_page {
+    stage_head_t head;                    /* constant, written by the FfnAgent */
     stage_line_t lines[FABRIC_MAX_RANKS]; /* one cache line each, the rank's */
     /* input rows at STAGE_HEADER_BYTES */
 } stage_page_t;
@@ -110,6 +113,17 @@ typedef struct stage_put {
     uint64_t row_bytes;
     stage_target_t targets[STAGE_MAX_MEMBERS];
 } stage_put_t;
+
+/* Where the answer lies in the arena, and how it is taken. */
+typedef struct stage_take {
+    uint64_t output, partial; /* addresses */
+    uint64_t partial_stride;  /* FP32 elements from one member's area to the next */
+    uint32_t members;         /* that answer with partials; 0: the complete rows are there */
+    uint32_t dtype;           /* ffn_cuda_dtype_t */
+    uint32_t narrow;          /* rows are not whole eights of elements */
+    uint32_t captured;
+    uint64_t row_bytes;
+} stage_take_t;
 
 /* Bytes that this rank's rows are away from the start of the input area. */
 PROTOCOL_FUNCTION uint64_t stage_put_offset(const stage_put_t *put, const transport_live_t *live)

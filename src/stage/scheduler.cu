@@ -10,7 +10,6 @@
 #include "stage/scheduler_steps.h"
 #include "transport/cuda_rows.cuh"
 
-#define STAGE_THREADS   512u
 #define STAGE_HELPERS   (STAGE_THREADS - 64u)
 #define STAGE_WATCH_NS  20000u
 #define STAGE_HELPER_NS 40u
@@ -20,6 +19,7 @@ struct stage_block_t {
     uint64_t posted; // number of the chunk to do
     uint32_t ended;  // helper warps that are through with it
     uint32_t leave;
+    uint32_t changed[STAGE_LINES / 32]; // in memory, since it is indexed
 };
 
 template <typename T> using block_ref = cuda::atomic_ref<T, cuda::thread_scope_block>;
@@ -78,9 +78,15 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
             const uint32_t index = word * 32 + lane;
             changed[word] = index < s->line_count && stage_scheduler_line_changed(s, index);
         }
+        uint32_t ended = s->dispatch && stage_scheduler_lane_ended(s, lane);
 #pragma unroll
         for (uint32_t word = 0; word < STAGE_LINES / 32; word++)
             changed[word] = __ballot_sync(0xffffffffu, changed[word]);
+#pragma unroll
+        for (uint32_t word = 0; word < STAGE_LINES / 32; word++)
+            if (lane == 0)
+                block->changed[word] = changed[word];
+        ended = __ballot_sync(0xffffffffu, ended);
         int on = 1;
         if (lane == 0) {
             const uint64_t start = transport_clock_ns();
@@ -88,7 +94,7 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
                 block_ref<uint32_t>(block->ended).load(cuda::memory_order_acquire) ==
                     STAGE_HELPERS / 32)
                 stage_scheduler_chunk_done(s, start);
-            on = stage_scheduler_turn(s, changed, start);
+            on = stage_scheduler_turn(s, block->changed, ended, start);
             if (on && stage_scheduler_chunk(s)) {
                 block_ref<uint32_t>(block->ended).store(0u, cuda::memory_order_relaxed);
                 block_ref<uint64_t>(block->posted)

@@ -94,8 +94,10 @@ typedef struct stage_scheduler {
     uint64_t queued, waiting; /* Instances, bits: QUEUED, PARTIALS */
     uint64_t jobs;            /* JOB */
     uint32_t failed, closing, leave;
+    stage_line_t incoming; /* the line that is being taken; here, since it is indexed */
     ffn_cuda_poster_t poster;
-    stage_chunk_t chunk; /* the one that is being done, or the last one */
+    ffn_cuda_dispatch_t own_dispatch; /* a copy: constant, and near */
+    stage_chunk_t chunk;              /* the one that is being done, or the last one */
     uint32_t chunk_busy, job_cursor;
     stage_counts_t counts;
     stage_lane_t lane[FFN_CUDA_MAX_LANES];
@@ -123,7 +125,11 @@ PROTOCOL_FUNCTION uint32_t stage_first_bit(uint64_t bits)
 PROTOCOL_FUNCTION void stage_scheduler_begin(stage_scheduler_t *s, stage_table_t *table)
 {
     s->table = table;
-    s->dispatch = (const ffn_cuda_dispatch_t *)(uintptr_t)table->dispatch;
+    s->dispatch = 0;
+    if (table->dispatch) {
+        s->own_dispatch = *(const ffn_cuda_dispatch_t *)(uintptr_t)table->dispatch;
+        s->dispatch = &s->own_dispatch;
+    }
     s->timeout_ns = table->submission_timeout_ns;
     s->random_state = table->seed;
     s->instances = table->instances;
@@ -271,26 +277,26 @@ PROTOCOL_FUNCTION void stage_scheduler_line(stage_scheduler_t *s, uint32_t index
     const stage_line_at_t *at = &s->lines[index];
     stage_work_t *work = &s->work[at->instance];
     const stage_about_t *about = &work->about;
-    stage_line_t line;
+    stage_line_t *line = &s->incoming;
     if (transport_slot_state(work->now) != TRANSPORT_SLOT_ATTACHED || s->closing ||
         work->phase > STAGE_GATHERING || (work->gathered >> at->rank & 1))
         return;
-    const mailbox_look_t look = stage_line_read(at->line, work->taken, &line);
+    const mailbox_look_t look = stage_line_read(at->line, work->taken, line);
     if (look == MAILBOX_NONE)
         return;
-    const uint32_t group = look == MAILBOX_LIVE ? stage_layer_group(about, line.layer) : 0;
-    if (look == MAILBOX_NONSENSE || !stage_line_valid(about, &line, at->rank, group, s->ffn)) {
+    const uint32_t group = look == MAILBOX_LIVE ? stage_layer_group(about, line->layer) : 0;
+    if (look == MAILBOX_NONSENSE || !stage_line_valid(about, line, at->rank, group, s->ffn)) {
         stage_scheduler_drop(s, at->instance, XP_PEER);
         return;
     }
     if (work->gathered == 0) {
-        work->line = line;
+        work->line = *line;
         work->first_rank = at->rank;
         work->phase = STAGE_GATHERING;
         work->since_ns = now_ns;
-    } else if (!stage_lines_agree(&work->line, &line, about->dp)) {
+    } else if (!stage_lines_agree(&work->line, line, about->dp)) {
         stage_scheduler_fail(s, STAGE_FAILURE_DISAGREE, at->instance, work->first_rank, at->rank,
-                             &line, 0, XP_PEER);
+                             line, 0, XP_PEER);
         return;
     }
     work->gathered |= 1u << at->rank;
@@ -542,6 +548,12 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
         return;
     }
     stage_plan_make(s, about, work, &plan);
+    if (work->rows > s->dispatch->max_rows ||
+        (plan.spread && work->members == 1 && work->rows > s->dispatch->buffer_rows)) {
+        stage_scheduler_fail(s, STAGE_FAILURE_CAPACITY, instance, work->first_rank, s->ffn, 0, 0,
+                             XP_INVALID);
+        return;
+    }
     const ffn_cuda_dispatch_lane_t *own = &s->dispatch->lanes[work->lane];
     ffn_cuda_lane_t *lane = own->lane;
     ffn_cuda_answer_t *answer = own->answer;
@@ -767,6 +779,9 @@ PROTOCOL_FUNCTION void stage_scheduler_look(stage_scheduler_t *s, uint64_t now_n
     }
     s->closing = shutdown;
     if (s->dispatch) {
+        /* Between looks the last lease is used: the host waits for `lease_seen` before it ends one.
+         */
+        ffn_cuda_lease_look(s->dispatch, &s->poster);
         const uint32_t failure = PROTOCOL_LOAD_ACQUIRE(s->dispatch->failure);
         if (failure)
             stage_scheduler_fail(s, STAGE_FAILURE_RUNTIME, 0, 0, s->ffn, 0, 0, failure);
@@ -793,17 +808,33 @@ PROTOCOL_FUNCTION void stage_scheduler_look(stage_scheduler_t *s, uint64_t now_n
     table->counts = s->counts;
 }
 
+/* Any thread of the block, between turns: may the Invocation of this Lane have ended? */
+PROTOCOL_FUNCTION int stage_scheduler_lane_ended(const stage_scheduler_t *s, uint32_t lane)
+{
+    return lane < s->lanes && s->lane[lane].ticket &&
+           PROTOCOL_LOAD_RELAXED(s->dispatch->lanes[lane].done) == s->lane[lane].ticket;
+}
+
+/* The same for all Lanes, by one thread. */
+PROTOCOL_FUNCTION uint32_t stage_scheduler_lanes_ended(const stage_scheduler_t *s)
+{
+    uint32_t ended = 0;
+    for (uint32_t lane = 0; s->dispatch && lane < s->lanes; lane++)
+        if (stage_scheduler_lane_ended(s, lane))
+            ended |= 1u << lane;
+    return ended;
+}
+
 /* ---- a turn --------------------------------------------------------------------------------- */
-/* changed: bit i of word i / 32 for each line that stage_scheduler_line_changed() found. Returns 1
- * while the scheduler is to go on. */
+/* changed: bit i of word i / 32 for each line that stage_scheduler_line_changed() found; ended:
+ * bits of Lanes that stage_scheduler_lane_ended() found. Returns 1 while the scheduler is to go on.
+ */
 PROTOCOL_FUNCTION int stage_scheduler_turn(stage_scheduler_t *s,
-                                           const uint32_t changed[STAGE_LINES / 32],
+                                           const uint32_t changed[STAGE_LINES / 32], uint32_t ended,
                                            uint64_t now_ns)
 {
     const uint32_t words = STAGE_LINES / 32;
     uint32_t events = 0;
-    if (s->dispatch)
-        ffn_cuda_lease_look(s->dispatch, &s->poster);
     /* Another word first in each turn, so that no line waits for ever behind busy ones. */
     for (uint32_t w = 0; w < words; w++) {
         const uint32_t word = (uint32_t)((s->turn + w) % words);
@@ -812,14 +843,11 @@ PROTOCOL_FUNCTION int stage_scheduler_turn(stage_scheduler_t *s,
             events++;
         }
     }
-    if (s->dispatch)
-        for (uint32_t left = s->lanes >= 32 ? ~s->lanes_free
-                                            : ~s->lanes_free & ((1u << s->lanes) - 1);
-             left; left &= left - 1) {
-            const uint32_t lane = stage_first_bit(left);
-            if (s->lane[lane].ticket && ffn_cuda_lane_done(s->dispatch, lane, s->lane[lane].ticket))
-                stage_scheduler_done(s, lane, now_ns);
-        }
+    for (uint32_t left = ended; left; left &= left - 1) {
+        const uint32_t lane = stage_first_bit(left);
+        if (ffn_cuda_lane_done(s->dispatch, lane, s->lane[lane].ticket))
+            stage_scheduler_done(s, lane, now_ns);
+    }
     for (uint64_t left = s->waiting; left; left &= left - 1)
         stage_scheduler_partials(s, stage_first_bit(left));
     while (s->queued && s->lanes_free) {

@@ -98,6 +98,30 @@ void stage_ffn_bytes(const fabric_plan_t *plan, uint32_t ffn, stage_bytes_t *byt
     *bytes_out = bytes;
 }
 
+uint32_t stage_max_rows(const fabric_plan_t *plan, uint32_t ffn)
+{
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < plan->instance_count; i++)
+        if ((stage_members(&plan->instances[i]) >> ffn & 1) &&
+            stage_total_rows(&plan->instances[i]) > most)
+            most = stage_total_rows(&plan->instances[i]);
+    return (uint32_t)most;
+}
+
+uint32_t stage_buffer_rows(const fabric_plan_t *plan, uint32_t ffn)
+{
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < plan->instance_count; i++) {
+        const fabric_plan_instance_t *instance = &plan->instances[i];
+        if (fabric_plan_ranks(instance) == 1 || stage_total_rows(instance) <= most)
+            continue;
+        for (uint32_t layer = 0; layer < instance->layers; layer++)
+            if (instance->layer_group[layer] == 1u << ffn)
+                most = stage_total_rows(instance);
+    }
+    return (uint32_t)most;
+}
+
 transport_geometry_t stage_geometry(const fabric_plan_instance_t *instance)
 {
     uint32_t members = largest_group(instance, STAGE_MAX_MEMBERS);

@@ -43,6 +43,11 @@ typedef struct stage_bytes {
 } stage_bytes_t;
 /* Device memory of FfnAgent `ffn` (index among the FfnAgents). */
 void stage_ffn_bytes(const fabric_plan_t *plan, uint32_t ffn, stage_bytes_t *bytes_out);
+/* Rows of their own that the Lanes of FfnAgent `ffn` need (`buffer_rows` of the runtime): where
+ * several ranks get complete rows of one member. 0: none. */
+uint32_t stage_buffer_rows(const fabric_plan_t *plan, uint32_t ffn);
+/* Rows of the largest Invocation (`max_rows` of the runtime): those of all DP ranks. */
+uint32_t stage_max_rows(const fabric_plan_t *plan, uint32_t ffn);
 /* Geometry of the arenas of an Instance, with its areas for Direct Partial. */
 transport_geometry_t stage_geometry(const fabric_plan_instance_t *instance);
 /* Device memory of one Instance Rank's arena (and of a relay arena on the AtnAgent's device). */
@@ -158,6 +163,12 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
                               cuda_stream_t stream);
 xp_status_t stage_client_finish(stage_client_t *client, uint64_t deadline_ns);
 xp_status_t stage_client_close(stage_client_t *client, xp_status_t reason);
+/* For tests and for launches of the caller's own: where a put of `layer` goes, and what answers it
+ * (members with partials, bits; 0: the response). */
+struct stage_put;
+xp_status_t stage_client_describe(stage_client_t *client, uint32_t layer, uint32_t captured,
+                                  struct stage_put *put_out, uint32_t *direct_out,
+                                  transport_cuda_parts_t *parts_out);
 typedef struct stage_client_counters {
     uint64_t requests, rows, looks, wait_ns;
 } stage_client_counters_t;

@@ -13,6 +13,7 @@
 #include "stage/records.h"
 
 #define STAGE_TABLE_MAGIC 0x31545358u /* "XST1" */
+#define STAGE_THREADS     512u        /* of the scheduler's block */
 
 /* What the host says of an Instance; copied by the scheduler when it attaches it. */
 typedef struct stage_about {
@@ -49,6 +50,7 @@ typedef enum stage_failure_kind {
     STAGE_FAILURE_MEMBER,    /* a member's partial did not come in time */
     STAGE_FAILURE_EXECUTION, /* this FfnAgent's own execution did not end in time */
     STAGE_FAILURE_LANE,      /* no Lane came free in time */
+    STAGE_FAILURE_CAPACITY,  /* more rows than this FfnAgent's Lanes hold: a mistake in the plan */
     STAGE_FAILURE_RUNTIME    /* the FFN runtime failed; it knows why */
 } stage_failure_kind_t;
 

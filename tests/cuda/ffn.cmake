@@ -12,7 +12,10 @@ function(xpool_ffn_program name source)
   target_link_libraries(${name} PRIVATE xpool_ffn m)
 endfunction()
 xpool_ffn_program(cuda_ffn_kernels ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_kernels.c)
+xpool_ffn_program(cuda_ffn_runtime ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_runtime.c)
+xpool_cuda_images(cuda_ffn_runtime tests ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_scheduler.cu)
 xpool_ffn_program(cuda_ffn_bench ${CMAKE_SOURCE_DIR}/benches/cuda/ffn_bench.c)
 add_test(NAME cuda/ffn-kernels COMMAND cuda_ffn_kernels)
-set_tests_properties(cuda/ffn-kernels PROPERTIES LABELS cuda TIMEOUT 180 SKIP_RETURN_CODE 77
+add_test(NAME cuda/ffn-runtime COMMAND cuda_ffn_runtime families real mixed)
+set_tests_properties(cuda/ffn-kernels cuda/ffn-runtime PROPERTIES LABELS cuda TIMEOUT 180 SKIP_RETURN_CODE 77
                                                  RUN_SERIAL TRUE)

@@ -256,6 +256,31 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
         failed++;
     }
     memset(shares, 0, sizeof(shares));
+    /* Nor does the order in which weights are read. */
+    static const uint32_t row_counts[] = {1, 3, 4, 5, 8, 16}, orders[] = {1, 2, 4, 8};
+    l.lane.input = (void *)(uintptr_t)l.input;
+    for (uint32_t i = 0; i < 6; i++)
+        for (uint32_t o = 0; o < 4; o++) {
+            const uint64_t bytes = (uint64_t)row_counts[i] * hidden * 2;
+            l.lane.rows = row_counts[i];
+            l.lane.workspace.decode_order = orders[o];
+            ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
+            ffn_kit_set(kit, l.output, 0xff, bytes);
+            CHECK_OK(ffn_cuda_decode(&kit->kernels, l.at, kit->stream));
+            ffn_kit_wait(kit, kit->stream);
+            uint16_t *got = malloc(bytes);
+            CHECK(got);
+            ffn_kit_read(kit, l.output, got, bytes);
+            if (memcmp(got, all, bytes) != 0) {
+                printf("failed: decode: hidden %u width %u experts %u, %u rows: order %u, other "
+                       "bits\n",
+                       hidden, m->signature.intermediate, m->signature.experts, row_counts[i],
+                       orders[o]);
+                failed++;
+            }
+            free(got);
+        }
+    l.lane.workspace.decode_order = 0;
     /* Captured once, fired for other layers and rows. */
     cuda_graph_exec_t graph;
     l.lane.input = (void *)(uintptr_t)l.input;
@@ -287,7 +312,10 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
     const uint32_t rounds = 2 * FFN_CUDA_QUEUE_ENTRIES / LANES * LANES;
     for (uint32_t i = 0; i < LANES; i++) {
         lane_make(kit, m, FFN_CUDA_DECODE_ROWS, 0, &lanes[i]);
-        /* Lanes 1, 2 and 3 follow each other's layers, 0 and 4 do not. */
+        /* Lanes 1, 2 and 3 follow each other's layers, 0 and 4 do not; what was loaded ahead in
+         * another order is of no use. */
+        static const uint32_t orders[LANES] = {0, 2, 2, 1, 4};
+        lanes[i].lane.workspace.decode_order = orders[i];
         lane_set(kit, m, &lanes[i], (i + i / 4) % m->layers, rows[i], i % 2, 300 + i);
         ffn_kit_write(kit, list + i * sizeof(cuda_address_t), &lanes[i].at, sizeof(cuda_address_t));
     }

@@ -20,6 +20,7 @@ set_tests_properties(cuda/transport-single cuda/transport-kill cuda/transport-on
                      PROPERTIES LABELS cuda TIMEOUT 180 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)
 
 include(${CMAKE_SOURCE_DIR}/tests/cuda/ffn.cmake OPTIONAL)
+include(${CMAKE_SOURCE_DIR}/tests/cuda/stage.cmake OPTIONAL)
 
 # The driver's interface as we declare it, beside the toolkit's header.
 if(XPOOL_CUDA_FOUND)

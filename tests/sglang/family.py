@@ -12,6 +12,8 @@ usage: family.py FAMILY
 - The FFN is not in Python: no SGLang process maps the checkpoint or holds FFN weights in its memory; torch's
   profiler sees nothing but an allocation inside the shim; one weight changed in the FfnAgent changes the
   tokens, and putting it back brings them back.
+- The KV Cache's memory moves: what the kernel counts falls when it is given back; and the same tokens come
+  while it shrinks and grows every few steps (two families: MHA and MLA).
 - Observers: the records of rank, AtnAgent and FfnAgent tell the same story.
 """
 
@@ -19,6 +21,7 @@ import gzip
 import json
 import struct
 import sys
+import threading
 import time
 
 import checkpoints
@@ -38,6 +41,10 @@ CHANGED = struct.pack("<f", 30.0)
 SEARCHED = 8
 PROFILED_TOKENS = 4
 # What the shim may do in torch: make its output and, where it must, its input contiguous.
+# One of each kind of KV pool.
+ELASTIC = ("qwen3-moe", "deepseek-v2")
+TRIM_SECONDS = 0.02
+LONG_TOKENS = 1200
 ALLOWED = ("aten::empty", "aten::contiguous", "aten::clone", "aten::copy_")
 
 
@@ -202,6 +209,48 @@ def profiled(system, vocab):
     print(f"     the profiler saw {len(shims)} shims, inside them only {sorted(inside)}", flush=True)
 
 
+def elastic(system, truth, vocab):
+    """The KV Cache shrinks to what live requests need and grows again by their demands, all the time."""
+    wait_until(lambda: system.running(ID) == 0, 10, "no request runs", 0.2)
+    system.generate(ID, probe.prompt(78, LONG_TOKENS, vocab), 1)
+    (before,) = system.kv(ID)
+    resident = system.kv_resident(ID)
+    check(before["backed"]["tokens"] > LONG_TOKENS, f"a long prompt has no memory: {before}")
+    check(abs(resident - before["backed"]["bytes"]) < 1 << 20, f"{resident} bytes are resident: {before}")
+    system.kv_do("trim", ID)
+
+    def floor():
+        (group,) = system.kv(ID)
+        return group["backed"]["tokens"] <= group["floor"]["tokens"] and group["backed"]["bytes"]
+
+    at_floor = wait_until(floor, 2, "the KV Cache is at its floor", 0.05)
+    left = system.kv_resident(ID)
+    check(left <= at_floor, f"{left} bytes are resident of {at_floor} at the floor")
+    (trimmed,) = system.kv(ID)
+    stop, trims = threading.Event(), []
+
+    def trim():
+        while not stop.wait(TRIM_SECONDS):
+            system.kv_do("trim", ID)
+            trims.append(system.kv_resident(ID))
+
+    thread = threading.Thread(target=trim)
+    thread.start()
+    try:
+        wrong = probe.compare(truth, probe.probe(system.gateway, vocab, ID))
+        check(not wrong, "; ".join(wrong))
+    finally:
+        stop.set()
+        thread.join()
+    (after,) = system.kv(ID)
+    grants = after["grants"] - trimmed["grants"]
+    check(grants > 10 and max(trims) > min(trims), f"{grants} grants, {set(trims)} bytes in {len(trims)} trims")
+    wait_until(lambda: system.running(ID) == 0, 10, "no request is left over", 0.2)
+    print(f"     KV Cache: {resident >> 10} KiB resident with {LONG_TOKENS} tokens, {left >> 10} KiB at the floor; "
+          f"the same tokens during {len(trims)} trims and {grants} grants, "
+          f"{min(trims) >> 10} to {max(trims) >> 10} KiB", flush=True)
+
+
 def check_observers(system):
     """After all requests: what rank, AtnAgent and FfnAgent wrote down, joined."""
     code, text, _ = system.run("trace", "--help")
@@ -239,7 +288,9 @@ def check_observers(system):
 def check_family(family):
     path = checkpoints.checkpoint(family)
     truth, vocab = vanilla.results(path), probe.vocabulary(path)
-    with scene.Scene([scene.model(ID, path)], observe=True) as system:
+    # So little that nearly every request needs more.
+    floor = {"kv_floor_tokens": 128} if family in ELASTIC else {}
+    with scene.Scene([scene.model(ID, path, **floor)], observe=True) as system:
         system.start()
         steps = {
             "tokens": lambda: same_tokens(system, truth, vocab),
@@ -249,6 +300,7 @@ def check_family(family):
             "profile": lambda: profiled(system, vocab),
             "changed weight": lambda: changed_weight(system, truth, vocab, path),
             "zeroed FFN": lambda: zeroed(system, truth, vocab),
+            **({"elastic": lambda: elastic(system, truth, vocab)} if family in ELASTIC else {}),
             "observers": lambda: check_observers(system),
             "log": lambda: scene.check_no_broken_plugin(system.log()),
         }

@@ -48,6 +48,9 @@ class Scene(harness.System):
         # While this file exists every FFN result is zero.
         self.zero = self.folder / "zero"
         self.env["XPOOL_TEST_ZERO_FFN"] = str(self.zero)
+        # SGLang's own checks for lost KV slots, after every step and while idle, end the server.
+        self.env["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
+        self.env["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "1"
         if observe:
             self.env["XPOOL_OBSERVE_FOLDER"] = str(self.folder / "observe")
         self.restarts = 0
@@ -164,6 +167,20 @@ class Scene(harness.System):
         for prompt, got in zip(prompts, harness.together(calls), strict=True):
             check(got == prompt["greedy_ids"], f"{identifier}: {got} instead of {prompt['greedy_ids']}")
 
+    def kv(self, identifier):
+        """The groups of a model, as `xpool kv --json` shows them."""
+        code, out, error = self.run("kv", "--json")
+        check(code == 0, f"xpool kv --json: {error}")
+        return [group for group in json.loads(out)["groups"] if group["model"] == identifier]
+
+    def kv_do(self, *words):
+        code, _, error = self.run("kv", *map(str, words))
+        check(code == 0, f"xpool kv {words}: {error}")
+
+    def kv_resident(self, identifier):
+        """Bytes of KV Cache that the ranks' processes really have, by the kernel's account."""
+        return sum(resident(pid, "xpool-kv:") for pid in self.schedulers(identifier))
+
     def trace(self):
         """{role: records} of all observer files in observe.folder, each in the order of writing."""
         found = {"rank": [], "atnagent": [], "ffnagent": []}
@@ -188,6 +205,18 @@ def regions(pid):
         words = line.split(None, 5)
         first, end = (int(word, 16) for word in words[0].split("-"))
         found.append((first, end, words[1], words[5] if len(words) > 5 else ""))
+    return found
+
+
+def resident(pid, name):
+    """Bytes in memory of the mappings whose name holds `name`, from /proc/PID/smaps."""
+    found, counts = 0, False
+    for line in pathlib.Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            counts = name in line
+        elif counts and words[0] == "Rss:":
+            found += int(words[1]) << 10
     return found
 
 

@@ -416,6 +416,7 @@ class Scenes(unittest.TestCase):
         self.run_until(simulation, lambda: request.retraction_count == 1, 2000)
         simulation.step()
         self.assertEqual(simulation.kv.mapped, BUNDLE)
+        simulation.step()
         self.assertEqual(simulation.kv.reports[-1]["demand"], kvs.PREFILL)
         simulation.command(kvs.GROW, SLOTS)
         self.run_until(simulation, request.finished)

@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """Attention over two ranks, tensor parallel or data parallel: the golden tokens, and the row counts that the
-observers saw. Under data parallelism one rank is idle at times, both are busy at others.
+observers saw. Under data parallelism one rank is idle at times, both are busy at others. The KV Caches begin
+with little, are trimmed all the time and grow again: tensor parallel ranks together, data parallel ones each
+by itself.
 
 usage: test_parallel.py [tensor_parallel|data_parallel]
 """
 
 import json
+import threading
 
 import harness
+import probe
 import scene
 import server
 from harness import check
 
 ID = "tale"
+LONG = 300
 ENVIRONMENT = {
     # What SGLang lacks on a CPU for data parallel attention; `xpool exec` adds the plugin to it.
     "SGLANG_PLUGINS": server.HOOKS_PLUGIN,
@@ -22,7 +27,8 @@ ENVIRONMENT = {
 
 
 def system_of(**layout):
-    return scene.Scene([scene.model(ID, **layout)], atn=2, observe=True, env=ENVIRONMENT)
+    models = [scene.model(ID, kv_floor_tokens=128, **layout)]
+    return scene.Scene(models, atn=2, observe=True, env=ENVIRONMENT)
 
 
 def expect_delivery(system, kind):
@@ -30,6 +36,33 @@ def expect_delivery(system, kind):
     check(code == 0, f"xpool plan: {error}")
     found = json.loads(out)["models"][0]["delivery"]
     check(found == kind, f"the plan says delivery {found}, not {kind}")
+
+
+def trimmed_requests(system):
+    """`requests`, and longer ones that need more than the floor, while the KV Caches shrink and grow."""
+    stop, trims = threading.Event(), []
+    long = [probe.prompt(seed, LONG, probe.vocabulary(harness.TALES)) for seed in (1, 2)]
+    wanted = [system.generate(ID, ids, 16) for ids in long]
+
+    def trim():
+        while not stop.wait(0.02):
+            system.kv_do("trim", ID)
+            trims.append(tuple(group["backed"]["tokens"] for group in system.kv(ID)))
+
+    thread = threading.Thread(target=trim)
+    thread.start()
+    try:
+        requests(system)
+        got = harness.together([lambda ids=ids: system.generate(ID, ids, 16) for ids in long * 2])
+        check(got == wanted * 2, "other tokens for long prompts while the KV Cache moves")
+    finally:
+        stop.set()
+        thread.join()
+    for number, group in enumerate(system.kv(ID)):
+        seen = {backed[number] for backed in trims}
+        check(group["grants"] > 1 and max(seen) > min(seen), f"the KV Cache did not move: {seen}, {group}")
+        print(f"     KV group {number}: {group['grants']} grants between {len(trims)} trims, "
+              f"{min(seen)} to {max(seen)} tokens", flush=True)
 
 
 def requests(system):
@@ -62,7 +95,7 @@ def tensor_parallel():
     with system_of(attention_tp=2) as system:
         expect_delivery(system, "replicated-complete")
         system.start()
-        requests(system)
+        trimmed_requests(system)
         layers, ranks, _, ffn = records(system)
         for i, (one, other, executed) in enumerate(zip(ranks[0], ranks[1], ffn, strict=True)):
             rows = {one["rows"], other["rows"], executed["rows"]}
@@ -77,7 +110,7 @@ def data_parallel():
     with system_of(attention_dp=2) as system:
         expect_delivery(system, "single-complete")
         system.start()
-        requests(system)
+        trimmed_requests(system)
         layers, ranks, _, ffn = records(system)
         idle = busy = 0
         for i, (one, other, executed) in enumerate(zip(ranks[0], ranks[1], ffn, strict=True)):

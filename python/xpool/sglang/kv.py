@@ -12,7 +12,9 @@ a broadcast from rank 0; what rank 0 alone knows (a grow that all have mapped, t
 patience is at an end) travels in it.
 """
 
+import contextlib
 import logging
+import os
 import time
 from collections import namedtuple
 from http import HTTPStatus
@@ -65,8 +67,9 @@ class Elastic:
         self.word = Word(self.kv.info().ceiling_tokens, False, 0, False)
         self.grown = None  # a grow that rank 0 has yet to tell
         self.told = None  # the last Word that it told
+        self.bell = None  # wakes a scheduler that sleeps while idle
         self.goal = room.mapped  # slots that the daemon wants to remain
-        self.last_used = None
+        self.left = None  # what was held when the last shrink came to its end
         self.held = None  # a batch whose decode waits
         self.decode_since = None
         self.prefill = self.decode = None  # Demand
@@ -79,6 +82,9 @@ class Elastic:
         """One step begins: what rank 0 says, then what the channel says."""
         self.step = (self.step + 1) & 0xFFFFFFFF
         self.word = word
+        if self.bell is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self.bell, 8)
         if word.grow:
             self._grow(word.grow, word.trim)
         command = self.kv.poll(self.step, self.room.needed())
@@ -116,15 +122,15 @@ class Elastic:
 
     def _shrink(self):
         self.kv.release(self.room.shrink(self.goal))
-        self.last_used = self.room.allocator.used()
+        self.left = self._state()
 
     def _shrink_further(self):
-        """Live requests had more than the goal; they may have left some."""
-        if self.room.mapped > self.goal and self.room.allocator.used() != self.last_used:
+        """Live requests had more than the goal; they may have left some, or left it to the prefix cache."""
+        if self.room.mapped > self.goal and self._state() != self.left:
             self._shrink()
 
-    def shrinking(self):
-        return self.room.mapped > self.goal
+    def _state(self):
+        return self.room.allocator.used(), self.room.tree.evictable_size()
 
     def most(self):
         """Slots this group may ever have as things are."""
@@ -147,13 +153,6 @@ class Elastic:
                 self._want_rest(chunked, remaining)
                 return None
             self.decode_since = self.decode = None
-            if self.shrinking():
-                return self._chunk_alone(original)
-        elif self.shrinking():
-            # What is free belongs to those who run already.
-            if waiting and self.prefill is None:
-                self._want_first(waiting[0])
-            return None
         if self.prefill is not None and scheduler.running_batch.is_empty():
             scheduler.running_batch.batch_is_full = False
         if not scheduler.running_batch.batch_is_full:
@@ -164,18 +163,9 @@ class Elastic:
             self._refuse(request)
         return batch
 
-    def _chunk_alone(self, original):
-        """The next piece of a prompt, and no further request."""
-        running = self.scheduler.running_batch
-        full, running.batch_is_full = running.batch_is_full, True
-        batch = original(self.scheduler)
-        running.batch_is_full = full
-        return batch
-
     def _obtainable(self):
-        """Slots that a step can have: free ones, and those that only the prefix cache holds."""
-        if self.shrinking():
-            return self.room.allocator.available_size()
+        """Slots that a step can have: free ones, and those that only the prefix cache holds. None of the
+        latter is above the goal of a shrink, see _shrink_further."""
         return self.room.allocator.available_size() + self.room.tree.evictable_size()
 
     def _want_rest(self, request, remaining):
@@ -183,11 +173,6 @@ class Elastic:
         self.decode_since = self.decode_since or self.clock()
         tokens = self.room.needed() + remaining + request.sampling_params.max_new_tokens
         self._want_live(tokens)
-
-    def _want_first(self, request):
-        new = request.sampling_params.max_new_tokens - len(request.output_ids)
-        tokens = len(request.origin_input_ids) + len(request.output_ids) + max(new, 0)
-        self._want_prefill(request, self.room.needed() + tokens + 2)
 
     def admit(self, original, adder, request, *arguments, **options):
         """PrefillAdder.add_one_req: what does not fit is wanted from the daemon."""
@@ -481,7 +466,8 @@ def _make(scheduler):
     if scheduler.idle_sleeper is not None and _kv.info().bell >= 0:
         import zmq
 
-        scheduler.idle_sleeper.poller.register(_kv.info().bell, zmq.POLLIN)
+        _elastic.bell = _kv.info().bell
+        scheduler.idle_sleeper.poller.register(_elastic.bell, zmq.POLLIN)
 
 
 # --- hooks -------------------------------------------------------------------------------------------------

@@ -133,6 +133,9 @@ def deployment(arguments):
 
     if arguments.max_running_requests is None:
         arguments.max_running_requests = info.decode_rows * dp
+    if arguments.device == "cpu":
+        # Steps do not overlap there anyway, and KV memory changes hands between them.
+        arguments.disable_overlap_schedule = True
     # SGLang has divided the chunk by the DP size already, the number of requests not yet.
     _most("--max-running-requests", arguments.max_running_requests // dp, info.decode_rows, "decode_rows")
     chunk = arguments.chunked_prefill_size

@@ -26,154 +26,7 @@
 #include "ffn/cuda/decode_shape.h"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-
-// What a layer's execution needs, in shared memory; written by thread 0 between two block barriers.
-struct decode_call_t {
-    const ffn_cuda_layer_t *layer;
-    const ffn_cuda_part_t *parts;
-    const void *input;
-    void *output;
-    float *partial;
-    float *logits;
-    char *activations;
-    uint64_t pitch;
-    ffn_cuda_meeting_t *meeting;
-    uint64_t routed_target, acted_target;
-    uint64_t *answer, *answered;
-    uint64_t answer_value, sequence;
-    uint64_t *done;
-    uint64_t done_value, began_ns;
-    const ffn_cuda_answer_t *about;
-    uint32_t rows;
-    uint32_t experts_chosen; // parts of `intermediate` width
-    uint32_t last_width;     // width of the dense or shared part; 0 = none
-    uint32_t leave;
-    uint32_t share[2][2];             // of each phase: begin, end
-    uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
-    uint32_t down_began; // clock
-};
-
-struct decode_shared_t {
-    unsigned char ring[DECODE_STAGES][DECODE_TILE][DECODE_PITCH];
-    unsigned char rows[DECODE_ROW_BUFFERS][DECODE_PITCH];
-    float sums[DECODE_WARPS][8][32];
-    const char *row_at[DECODE_PANEL_TILES][DECODE_TILE];
-    uint64_t full[DECODE_STAGES], empty[DECODE_STAGES];
-    uint64_t rows_full[DECODE_ROW_SLOTS], rows_empty[DECODE_ROW_SLOTS];
-    uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];
-    float weight[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
-    uint16_t chosen[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
-    uint16_t part_of[FFN_CUDA_MAX_EXPERTS + 1], mask_of[FFN_CUDA_MAX_EXPERTS + 1];
-    ffn_cuda_signature_t signature;
-    decode_call_t call;
-    const ffn_cuda_layer_t *ahead; // the layer whose first stages are in the ring, or NULL
-    uint32_t ahead_stages;
-};
-static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");
-
-// A block's share of a phase.
-struct decode_phase_t {
-    uint32_t first, count;        // pairs of rows, or output columns
-    uint32_t tile_rows;           // of these in a tile: 8 pairs or 16 columns
-    uint32_t panels, panel_tiles; // tiles whose sums are held at once
-    uint32_t split;               // warps that share a tile, by chunks
-    uint32_t parts;               // sections of the inner dimension
-    uint32_t chunk;               // elements of a step
-};
-
-static __device__ __forceinline__ void consumers_meet()
-{
-    asm volatile("bar.sync 1, %0;" ::"n"(DECODE_WARPS * 32) : "memory");
-}
-
-static __device__ __forceinline__ void copiers_meet()
-{
-    asm volatile("bar.sync 2, %0;" ::"n"(DECODE_COPY_WARPS * 32) : "memory");
-}
-
-static __device__ __forceinline__ uint32_t ceil_div(uint32_t a, uint32_t b)
-{
-    return (a + b - 1) / b;
-}
-
-// This block's number among those that share the work: its multiprocessor's where there is a block on
-// each, since what a multiprocessor gets of the memory's rate is its own.
-static __device__ __forceinline__ uint32_t block_number()
-{
-    uint32_t number, count;
-    asm("mov.u32 %0, %%smid;" : "=r"(number));
-    asm("mov.u32 %0, %%nsmid;" : "=r"(count));
-    return count == gridDim.x ? number : blockIdx.x;
-}
-
-static __device__ __forceinline__ void phase_share(decode_phase_t *p, uint32_t total,
-                                                   const uint32_t (&share)[2])
-{
-    p->first = (uint32_t)((uint64_t)total * share[0] / FFN_CUDA_SHARE_ONE);
-    p->count = (uint32_t)((uint64_t)total * share[1] / FFN_CUDA_SHARE_ONE) - p->first;
-    const uint32_t tiles = ceil_div(p->count, p->tile_rows);
-    p->panels = ceil_div(tiles, DECODE_PANEL_TILES);
-    p->panel_tiles = p->panels ? ceil_div(tiles, p->panels) : 0;
-}
-
-// The same for all blocks, whatever their shares are.
-static __device__ __forceinline__ uint32_t phase_most_tiles(const decode_phase_t &p, uint32_t total)
-{
-    return ceil_div(DECODE_SHARE_MOST(ceil_div(total, gridDim.x)), p.tile_rows);
-}
-
-static __device__ __forceinline__ decode_phase_t phase_gate(const ffn_cuda_signature_t &s,
-                                                            uint32_t experts_chosen,
-                                                            uint32_t last_width,
-                                                            const uint32_t (&share)[2])
-{
-    const uint32_t total = experts_chosen * s.intermediate + last_width;
-    decode_phase_t p;
-    p.tile_rows = DECODE_TILE / 2;
-    phase_share(&p, total, share);
-    p.parts = 1;
-    p.chunk = DECODE_CHUNK;
-    // The split must not depend on what was chosen: the order of a row's sum would.
-    p.split = s.experts ? 1 : DECODE_WARPS / max(1u, phase_most_tiles(p, total));
-    p.split = max(1u, min(p.split, ceil_div(s.hidden, p.chunk)));
-    return p;
-}
-
-static __device__ __forceinline__ decode_phase_t phase_down(const ffn_cuda_signature_t &s,
-                                                            uint32_t experts_chosen,
-                                                            uint32_t last_width,
-                                                            const uint32_t (&share)[2])
-{
-    decode_phase_t p;
-    p.tile_rows = DECODE_TILE;
-    phase_share(&p, s.hidden, share);
-    p.parts = experts_chosen + (last_width != 0);
-    p.split = max(1u, DECODE_WARPS / max(1u, phase_most_tiles(p, s.hidden)));
-    // Small parts are cut so that several warps share them, but not below what a copy is worth.
-    p.chunk = DECODE_CHUNK;
-    if (s.experts) {
-        const uint32_t pieces = ceil_div(s.intermediate, DECODE_CHUNK_LEAST);
-        p.chunk = ceil_div(s.intermediate, min(pieces, p.split));
-        p.chunk = min(DECODE_CHUNK, (p.chunk + 31) / 32 * 32);
-    }
-    p.split = min(p.split, ceil_div(s.experts ? s.intermediate : last_width, p.chunk));
-    return p;
-}
-
-static __device__ __forceinline__ uint32_t phase_part_width(const ffn_cuda_signature_t &s,
-                                                            const decode_call_t &call, bool down,
-                                                            uint32_t part)
-{
-    if (!down)
-        return s.hidden;
-    return part < call.experts_chosen ? s.intermediate : call.last_width;
-}
-
-static __device__ __forceinline__ uint32_t panel_tiles(const decode_phase_t &p, uint32_t panel)
-{
-    const uint32_t tiles = ceil_div(p.count, p.tile_rows), before = panel * p.panel_tiles;
-    return before >= tiles ? 0 : min(p.panel_tiles, tiles - before);
-}
+#include "ffn/cuda/decode_phase.cuh"
 
 // ---- the weight warps ----------------------------------------------------------------------------
 struct decode_ring_t {
@@ -185,11 +38,6 @@ struct decode_ring_t {
 struct decode_slots_t {
     uint32_t slot, parities;
 };
-
-static __device__ __forceinline__ uint32_t slot_rows(uint32_t rows)
-{
-    return rows <= 4 ? 4 : (rows <= 8 ? 8 : 16);
-}
 
 static __device__ __forceinline__ void slot_next(decode_slots_t *slots, uint32_t rows)
 {
@@ -276,20 +124,25 @@ static __device__ void weights_gate(decode_shared_t &sh, decode_ring_t *ring,
                         DECODE_COPY_WARPS * 32);
             copiers_meet();
         }
-        for (uint32_t k = 0; k < s.hidden && number < end; k += p.chunk) {
-            const uint32_t bytes = min(p.chunk, s.hidden - k) * 2;
-            for (uint32_t tile = 0; tile < tiles; tile++, number++) {
-                if (number < begin || number >= end || lane)
-                    continue;
-                const uint32_t rest = p.count - (panel * p.panel_tiles + tile) * p.tile_rows;
-                const char *const *at = &sh.row_at[tile][copy_warp() * COPY_ROWS];
-                const char *from[COPY_ROWS];
+        const uint32_t step = p.group * p.chunk;
+        for (uint32_t group = 0; group < s.hidden && number < end; group += step)
+            for (uint32_t first = 0; first < tiles && number < end; first += p.side)
+                for (uint32_t k = group; k < min(group + step, s.hidden); k += p.chunk) {
+                    const uint32_t bytes = min(p.chunk, s.hidden - k) * 2;
+                    for (uint32_t tile = first; tile < min(first + p.side, tiles);
+                         tile++, number++) {
+                        if (number < begin || number >= end || lane)
+                            continue;
+                        const uint32_t rest =
+                            p.count - (panel * p.panel_tiles + tile) * p.tile_rows;
+                        const char *const *at = &sh.row_at[tile][copy_warp() * COPY_ROWS];
+                        const char *from[COPY_ROWS];
 #pragma unroll
-                for (uint32_t i = 0; i < COPY_ROWS; i++)
-                    from[i] = at[i] + (uint64_t)k * 2;
-                stage_fill(sh, ring, from, rows_live(p, rest), bytes, policy);
-            }
-        }
+                        for (uint32_t i = 0; i < COPY_ROWS; i++)
+                            from[i] = at[i] + (uint64_t)k * 2;
+                        stage_fill(sh, ring, from, rows_live(p, rest), bytes, policy);
+                    }
+                }
     }
     __syncwarp();
 }
@@ -538,12 +391,88 @@ static __device__ void compute_phase(decode_shared_t &sh, const decode_phase_t &
     }
 }
 
+// Gate and up of a dense layer in the order of `group` and `side` (which divides DECODE_WARPS); a tile
+// is one warp's.
+template <typename T, int NB>
+static __device__ void compute_grouped(decode_shared_t &sh, const decode_phase_t &p,
+                                       decode_place_t *place)
+{
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = sh.call.rows;
+    const uint32_t hidden = sh.signature.hidden, step = p.group * p.chunk;
+    uint32_t keep[NB];
+#pragma unroll
+    for (int n = 0; n < NB; n++)
+        keep[n] = 0xffffffffu;
+    for (uint32_t panel = 0; panel < p.panels; panel++) {
+        const uint32_t tiles = panel_tiles(p, panel);
+        float sum[DECODE_SLOTS][NB][4];
+#pragma unroll
+        for (int slot = 0; slot < DECODE_SLOTS; slot++)
+#pragma unroll
+            for (int n = 0; n < NB; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    sum[slot][n][i] = 0.0f;
+        for (uint32_t group = 0; group < hidden; group += step) {
+            const uint32_t end = min(group + step, hidden);
+#pragma unroll
+            for (int slot = 0; slot < DECODE_SLOTS; slot++)
+                for (uint32_t first = 0; first < DECODE_WARPS; first += p.side) {
+                    if (slot * DECODE_WARPS + first >= tiles)
+                        break;
+                    decode_slots_t at = place->slots;
+                    for (uint32_t k = group; k < end; k += p.chunk) {
+                        const uint32_t length = min(p.chunk, hidden - k);
+                        ptx_barrier_wait(ptx_shared(&sh.rows_full[at.slot]),
+                                         at.parities >> at.slot & 1);
+                        for (uint32_t i = first; i < first + p.side; i++) {
+                            if (slot * DECODE_WARPS + i >= tiles)
+                                break;
+                            const uint32_t round = place->number >= DECODE_STAGES;
+                            const uint32_t stage = place->number - round * DECODE_STAGES;
+                            ptx_barrier_wait(ptx_shared(&sh.full[stage]), round);
+                            if (warp == i) {
+                                tile_multiply<T, NB>(sh.ring[stage][0],
+                                                     sh.rows[at.slot * slot_rows(rows)], length,
+                                                     keep, sum[slot]);
+                                __syncwarp();
+                            }
+                            if (lane == 0)
+                                ptx_barrier_arrive(ptx_shared(&sh.empty[stage]));
+                            if (++place->number == 2 * DECODE_STAGES)
+                                place->number = 0;
+                        }
+                        slot_next(&at, rows);
+                    }
+                }
+            // No tile needs this group's chunks of rows any more.
+            __syncwarp();
+            for (uint32_t k = group; k < end; k += p.chunk) {
+                if (lane == 0)
+                    ptx_barrier_arrive(ptx_shared(&sh.rows_empty[place->slots.slot]));
+                slot_next(&place->slots, rows);
+            }
+        }
+#pragma unroll
+        for (int slot = 0; slot < DECODE_SLOTS; slot++) {
+            const uint32_t tile = slot * DECODE_WARPS + warp;
+            if (tile < tiles)
+                tile_activate<T, NB>(sh, p, panel * p.panel_tiles + tile, sum[slot]);
+        }
+    }
+}
+
 static __device__ __forceinline__ void compute_dispatch(decode_shared_t &sh,
                                                         const decode_phase_t &p, bool down,
                                                         decode_place_t *place)
 {
     const bool wide = sh.call.rows > 8;
-    if (sh.signature.dtype == FFN_CUDA_BF16) {
+    if (p.group > 1) { // never for more than 8 rows: their chunks fill the slots
+        if (sh.signature.dtype == FFN_CUDA_BF16)
+            compute_grouped<__nv_bfloat16, 1>(sh, p, place);
+        else
+            compute_grouped<__half, 1>(sh, p, place);
+    } else if (sh.signature.dtype == FFN_CUDA_BF16) {
         if (wide)
             compute_phase<__nv_bfloat16, 2>(sh, p, down, place);
         else
@@ -699,6 +628,7 @@ static __device__ __forceinline__ void call_read(decode_shared_t &sh, const ffn_
         call.layer = layer;
         call.parts = layer->parts;
         call.rows = __ldcg(&lane->rows);
+        call.order = w.decode_order;
         call.input = (const void *)__ldcg((const unsigned long long *)&lane->input);
         call.output = (void *)__ldcg((const unsigned long long *)&lane->output);
         call.partial = (float *)__ldcg((const unsigned long long *)&lane->partial);
@@ -750,14 +680,17 @@ static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
                                   const ffn_cuda_lane_t *lane, uint64_t policy)
 {
     const uint32_t next = sh.call.layer->next;
-    uint32_t stages = 0;
+    uint32_t stages = 0, key = 0;
     const ffn_cuda_layer_t *layer = NULL;
     if (next != FFN_CUDA_NO_LAYER) {
         layer = lane->layers + next;
         const ffn_cuda_signature_t s = *layer->signature;
         if (s.experts == 0) {
-            const decode_phase_t p = phase_gate(s, 0, s.intermediate, sh.call.share[0]);
+            // As many rows as now, it is hoped: the order depends on them.
+            const decode_phase_t p = phase_gate(s, 0, s.intermediate, sh.call.share[0],
+                                                sh.call.order, sh.call.rows);
             stages = min(panel_tiles(p, 0) * ceil_div(s.hidden, p.chunk), DECODE_STAGES);
+            key = order_key(p);
             const uint32_t tiles = panel_tiles(p, 0);
             copiers_meet();
             for (uint32_t i = threadIdx.x - DECODE_WARPS * 32; i < tiles * DECODE_TILE;
@@ -776,6 +709,7 @@ static __device__ void ahead_load(decode_shared_t &sh, decode_role_t *role,
     if (threadIdx.x == DECODE_WARPS * 32) {
         sh.ahead = stages ? layer : NULL;
         sh.ahead_stages = stages;
+        sh.ahead_order = key;
     }
 }
 
@@ -786,7 +720,11 @@ static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint6
     decode_call_t &call = sh.call;
     role->slots.slot = 0;
     role->place.slots.slot = 0;
-    const bool hit = sh.ahead_stages && sh.ahead == call.layer;
+    // Dense layers only are loaded ahead; for others the phase is known after the router.
+    const bool dense = sh.signature.experts == 0;
+    const bool hit = sh.ahead_stages && sh.ahead == call.layer && dense &&
+                     sh.ahead_order == order_key(phase_gate(sh.signature, 0, call.last_width,
+                                                            call.share[0], call.order, call.rows));
     const uint32_t begin = hit ? sh.ahead_stages : 0;
     if (!hit && warp < DECODE_WARPS)
         ahead_drop(sh, role);
@@ -800,8 +738,10 @@ static __device__ void layer_run(decode_shared_t &sh, decode_role_t *role, uint6
                 ptx_prefetch((const char *)call.parts + i * 128);
         __syncthreads();
     }
-    const decode_phase_t gate = phase_gate(sh.signature, call.experts_chosen, call.last_width, call.share[0]);
-    const decode_phase_t down = phase_down(sh.signature, call.experts_chosen, call.last_width, call.share[1]);
+    const decode_phase_t gate = phase_gate(sh.signature, call.experts_chosen, call.last_width,
+                                           call.share[0], call.order, call.rows);
+    const decode_phase_t down =
+        phase_down(sh.signature, call.experts_chosen, call.last_width, call.share[1]);
     if (!hit)
         rows_locate(sh, gate, sh.signature, call.parts, call.experts_chosen, 0, threadIdx.x,
                     DECODE_THREADS);
@@ -853,6 +793,7 @@ static __device__ __forceinline__ void decode_begin(decode_shared_t &sh, decode_
         ptx_barrier_init_fence();
         sh.ahead = NULL;
         sh.ahead_stages = 0;
+        sh.ahead_order = 0;
     }
 }
 

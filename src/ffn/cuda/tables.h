@@ -97,6 +97,10 @@ typedef struct ffn_cuda_workspace {
     float *logits;            /* [rows][experts] */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
+    /* In which order a block reads a dense layer's gate and up; results do not depend on it. 0: a
+     * chunk of all its tiles, then the next chunk. 1, 2, 4, 8: several chunks of that many tiles
+     * at a time, so that what is read within a microsecond lies together in memory. */
+    uint32_t decode_order, decode_reserved;
     /* bulk: at most bulk_rows rows */
     uint32_t bulk_rows, max_tiles;
     uint32_t *counts;     /* [experts] pairs of each expert */

@@ -68,6 +68,7 @@ static struct fake {
     int handles, ranges, mapped, contexts, modules, streams, events, graphs, host_blocks,
         registrations, blocks, loads;
     /* Inside. */
+    cuda_context_t current;
     int memory[FAKE_OBJECTS]; /* descriptors; 0: free */
     struct cuda_stream_object stream[FAKE_OBJECTS];
     struct cuda_graph_object graph[FAKE_OBJECTS];
@@ -177,11 +178,12 @@ static int fake_cuDevicePrimaryCtxRelease(int device)
 static int fake_cuCtxSetCurrent(cuda_context_t context)
 {
     FAKE_CALL(cuCtxSetCurrent);
+    fake.current = context;
     return 0;
 }
 static int fake_cuCtxGetCurrent(cuda_context_t *context)
 {
-    *context = (cuda_context_t)&fake;
+    *context = fake.current;
     return 0;
 }
 static int fake_cuCtxSynchronize(void)

@@ -202,6 +202,7 @@ static void same_tokens_under_any_history(const char *path)
                     command_flags(1 + (uint32_t)rand() % (wide ? RESERVED : 20), rand() % 20 == 0);
                     next = turn + 1 + (uint32_t)rand() % 6;
                 }
+                atomic_fetch_add(&fixture->now_ns, XP_NS_PER_MS);
                 engine_iterate(fixture->engine);
                 drain();
                 if (completed())
@@ -382,6 +383,8 @@ static void refused_with_nobody_running_preempts_the_youngest(void **state)
     run_dry();
     assert_int_equal(stats().preemptions, 1);
     assert_true(fixture->outcomes[0].finished); /* the older one went on */
+    atomic_fetch_add(&fixture->now_ns, 30 * XP_NS_PER_MS);
+    run_dry();
     assert_int_equal(fixture->outcomes[1].finish.finish, ENGINE_FINISH_LENGTH);
     close_elastic();
 }
@@ -434,6 +437,8 @@ static void no_answer_ends_in_a_preemption(void **state)
     atomic_fetch_add(&fixture->now_ns, 200 * XP_NS_PER_MS);
     run_dry();
     assert_int_equal(stats().preemptions, 1);
+    atomic_fetch_add(&fixture->now_ns, 30 * XP_NS_PER_MS);
+    run_dry();
     assert_true(all_finished());
     close_elastic();
 }
@@ -450,6 +455,75 @@ static void at_the_ceiling_and_without_elasticity_nobody_stalls(void **state)
         assert_int_equal(report().demand_kind, KV_DEMAND_NONE);
         close_elastic();
     }
+}
+
+static void prefixes_are_worth_asking_for(void **state)
+{
+    (void)state;
+    engine_config_t config = elastic_config(TALES, 4, 40, true);
+    open_elastic(&config);
+    int32_t ids[4][49];
+    engine_sampling_t sampling = greedy(1);
+    for (uint32_t i = 0; i < 4; i++)
+        for (uint32_t t = 0; t < 49; t++)
+            ids[i][t] = (int32_t)((3 + i) * t + i);
+    submit(ids[0], 49, &sampling);
+    run_dry();
+    assert_int_equal(report().cached_tokens, 48);
+    outcome_t *second = submit(ids[1], 49, &sampling);
+    run_dry(); /* it would fit where the first one's prefix is */
+    assert_int_equal(report().demand_kind, KV_DEMAND_CACHE);
+    assert_int_equal(report().demand_bundles, 3 + 4);
+    assert_false(second->finished);
+    command(7);
+    run_dry();
+    assert_true(second->finished);
+    assert_int_equal(stats().kv_evicted_pages, 0);
+    assert_int_equal(report().cached_tokens, 96);
+    /* Refused: then at that price, at once. */
+    outcome_t *third = submit(ids[2], 49, &sampling);
+    run_dry();
+    assert_false(third->finished);
+    assert_int_equal(report().demand_bundles, 6 + 4);
+    daemon_side.group->refused_since_ns = report().demand_since_ns;
+    run_dry();
+    assert_true(third->finished);
+    assert_int_equal(stats().kv_evicted_pages, 3);
+    /* No answer: a moment later. */
+    atomic_fetch_add(&fixture->now_ns, 5 * XP_NS_PER_MS);
+    outcome_t *fourth = submit(ids[3], 49, &sampling);
+    run_dry();
+    atomic_fetch_add(&fixture->now_ns, 19 * XP_NS_PER_MS);
+    run_dry();
+    assert_false(fourth->finished);
+    atomic_fetch_add(&fixture->now_ns, 2 * XP_NS_PER_MS);
+    run_dry();
+    assert_true(fourth->finished);
+    assert_int_equal(report().demand_kind, KV_DEMAND_NONE); /* an idle Instance wants nothing */
+    close_elastic();
+}
+
+static void free_pages_are_asked_for_before_they_run_out(void **state)
+{
+    (void)state;
+    engine_config_t config = elastic_config(TALES, 3, 40, true);
+    open_elastic(&config);
+    outcome_t *outcome = submit_golden(0, golden[0].greedy_count);
+    bool asked = false;
+    for (uint32_t turn = 0; turn < 2000 && !outcome->finished; turn++) {
+        engine_iterate(fixture->engine);
+        drain();
+        kv_report_t now = report();
+        if (now.demand_kind == KV_DEMAND_CACHE && now.demand_bundles > completed()) {
+            asked = true;
+            assert_int_equal(now.demand_deadline_ns, KV_NO_DEADLINE);
+            command((uint32_t)now.demand_bundles);
+        }
+    }
+    assert_true(asked && outcome->finished);
+    assert_begins_golden(outcome, 0);
+    assert_int_equal(stats().kv_stalls + stats().preemptions, 0);
+    close_elastic();
 }
 
 /* ---- shrinking --------------------------------------------------------------------------------
@@ -686,6 +760,8 @@ int main(void)
         cmocka_unit_test(a_refusal_is_borne_for_a_while_when_others_run),
         cmocka_unit_test(no_answer_ends_in_a_preemption),
         cmocka_unit_test(at_the_ceiling_and_without_elasticity_nobody_stalls),
+        cmocka_unit_test(prefixes_are_worth_asking_for),
+        cmocka_unit_test(free_pages_are_asked_for_before_they_run_out),
         cmocka_unit_test(a_long_lived_request_in_the_tail_blocks_nothing),
         cmocka_unit_test(a_shrink_below_live_requests_follows_their_ends),
         cmocka_unit_test(what_lies_below_keeps_its_hits),

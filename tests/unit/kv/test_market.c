@@ -174,6 +174,36 @@ static void a_shrink_goes_on_as_requests_leave(void **state)
     assert_int_equal(charged(), 2 * 20 + 60); /* and the grant is out */
 }
 
+static void a_shrink_that_stands_still_is_asked_again(void **state)
+{
+    begin();
+    report(0, 5, 30);
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    report(0, 10, 0);
+    report(1, 5, 60);
+    steps();
+    answer(0, 28); /* both agree on what they reach, and stop there */
+    answer(1, 28);
+    report(0, 28, 0);
+    steps();
+    kv_command_t before = kv_group_command(&channel->groups[0]);
+    now += 600 * MS;
+    steps(); /* its live requests are still there */
+    assert_int_equal(kv_group_command(&channel->groups[0]).sequence, before.sequence);
+    report(0, 22, 0);
+    steps();
+    kv_command_t again = kv_group_command(&channel->groups[0]);
+    assert_int_equal(again.sequence, before.sequence + 1);
+    assert_int_equal(again.bundles, 22);
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    assert_int_equal(charged(), 2 * 22 + 5);
+}
+
 static void a_grant_without_memory_is_taken_back(void **state)
 {
     begin();
@@ -379,6 +409,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_late_rank_keeps_the_group_starting, fresh, done),
         cmocka_unit_test_setup_teardown(both_ranks_complete_before_a_credit, fresh, done),
         cmocka_unit_test_setup_teardown(a_shrink_goes_on_as_requests_leave, fresh, done),
+        cmocka_unit_test_setup_teardown(a_shrink_that_stands_still_is_asked_again, fresh, done),
         cmocka_unit_test_setup_teardown(a_grant_without_memory_is_taken_back, fresh, done),
         cmocka_unit_test_setup_teardown(deaths_return_every_byte, fresh, done),
         cmocka_unit_test_setup_teardown(silence_is_reported_then_a_fault, fresh, done),

@@ -105,6 +105,7 @@ static inline void rig_dispatch_make(rig_ffn_t *ffn)
     ffn->ring = rig_alloc(sizeof(*ffn->ring));
     ffn->queue = rig_alloc(sizeof(*ffn->queue));
     ffn->dispatch->lane_count = RIG_LANES;
+    ffn->dispatch->max_rows = ffn->dispatch->buffer_rows = RIG_TOTAL;
     ffn->dispatch->queue = ffn->queue;
     ffn->dispatch->ring = ffn->ring;
     ffn->dispatch->lease = &ffn->lease;
@@ -288,7 +289,7 @@ static inline bool rig_turn(rig_t *rig, uint32_t f, uint64_t now_ns)
     for (uint32_t i = 0; i < s->line_count; i++)
         if (stage_scheduler_line_changed(s, i))
             changed[i / 32] |= 1u << i % 32;
-    bool on = stage_scheduler_turn(s, changed, now_ns);
+    bool on = stage_scheduler_turn(s, changed, stage_scheduler_lanes_ended(s), now_ns);
     if (on && stage_scheduler_chunk(s)) {
         stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, 0, 1);
         stage_scheduler_chunk_done(s, now_ns);

@@ -389,6 +389,23 @@ static void test_runtime_failure(void **state)
     assert_int_equal(rig.ffn[0].table->failure.status, XP_IO);
 }
 
+static void test_capacity(void **state)
+{
+    rig.ffns = 1;
+    shape(0, 2, 1, 0, 1);
+    make(true, 0);
+    rig.ffn[0].scheduler->own_dispatch.buffer_rows = 2;
+    attach_all();
+    pass(0, 0, (const uint32_t[]){2}, 0);
+    for (uint32_t r = 0; r < 2; r++)
+        rig_put(&rig, 0, r, 5, (const uint32_t[]){3}, 1);
+    rig_turn(&rig, 0, rig.now_ns);
+    const stage_failure_t *failure = &rig.ffn[0].table->failure;
+    assert_int_equal(failure->kind, STAGE_FAILURE_CAPACITY);
+    assert_int_equal(failure->layer_a, 5);
+    assert_int_equal(failure->rows_a, 3);
+}
+
 static void test_stop_and_end(void **state)
 {
     for (int what = 0; what < 2; what++) {
@@ -441,11 +458,12 @@ static void test_lanes_and_lease(void **state)
     make(true, 0);
     attach_all();
     for (uint32_t n = 0; n < 40; n++) {
-        rig.ffn[0].lease = n / 10 * 2 + (n / 10) % 2;
-        if (n % 10 == 0 && n) { /* as the host does for a new lease */
-            turns(1);
+        if (n % 10 == 0 && n) { /* as the host does: an even lease ends, an odd one begins */
             memset(rig.ffn[0].queue, 0, sizeof(*rig.ffn[0].queue));
             rig.ffn[0].commands = 0;
+            PROTOCOL_STORE_RELEASE(&rig.ffn[0].lease, rig.ffn[0].lease + 1);
+            turns(SETTLE);
+            assert_int_equal(rig.ffn[0].ring->lease_seen, rig.ffn[0].lease);
         }
         if (n == 15)
             rig.ffn[0].queue->entries[rig.ffn[0].commands].sequence = FFN_CUDA_QUEUE_LEFT;
@@ -462,7 +480,6 @@ static void test_lanes_and_lease(void **state)
     assert_int_equal(counts->invocations, 160);
     assert_true(counts->resident > 0 && counts->host > 0);
     assert_int_equal(counts->resident + counts->host, 160);
-    assert_int_equal(rig.ffn[0].ring->lease_seen, rig.ffn[0].lease);
 }
 
 /* The choice is that of fabric_policy_choose(), the processors' Coordinator's. */
@@ -609,6 +626,7 @@ int main(void)
         cmocka_unit_test_teardown(test_late_execution, teardown),
         cmocka_unit_test_teardown(test_late_lane, teardown),
         cmocka_unit_test_teardown(test_runtime_failure, teardown),
+        cmocka_unit_test_teardown(test_capacity, teardown),
         cmocka_unit_test_teardown(test_stop_and_end, teardown),
         cmocka_unit_test_teardown(test_shutdown_finishes_what_it_took, teardown),
         cmocka_unit_test_teardown(test_lanes_and_lease, teardown),

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: MIT
+# Device program of the direct lane and the relay: two GPUs, real processes. Where there are none it
+# exits with 77, "skipped".
+if(NOT TARGET xpool_stage OR NOT COMMAND xpool_cuda_images)
+  return()
+endif()
+add_executable(cuda_stage_device ${CMAKE_SOURCE_DIR}/tests/cuda/stage_device.c
+               ${CMAKE_SOURCE_DIR}/tests/cuda/stage_roles.c
+               ${CMAKE_SOURCE_DIR}/tests/cuda/kit.c ${CMAKE_SOURCE_DIR}/tests/cuda/agent.c)
+set_target_properties(cuda_stage_device PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+target_include_directories(cuda_stage_device PRIVATE ${CMAKE_SOURCE_DIR}/tests/cuda)
+xpool_cuda_images(cuda_stage_device tests ${CMAKE_SOURCE_DIR}/tests/cuda/transport_echo.cu
+                  ${CMAKE_SOURCE_DIR}/tests/cuda/stage_test.cu)
+target_link_libraries(cuda_stage_device PRIVATE xpool_stage)
+add_test(NAME cuda/stage-device COMMAND cuda_stage_device)
+set_tests_properties(cuda/stage-device PROPERTIES LABELS cuda TIMEOUT 240 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)

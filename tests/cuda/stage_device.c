@@ -1,0 +1,442 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The direct lane and the relay on two GPUs, by real processes: Instances on cuda:0 under MPS,
+ * FfnAgents on cuda:1 (without MPS) and, for groups of two, on cuda:0 as well. The echo stands for
+ * the execution. Prints one JSON row a line.
+ *
+ *   stage_device [thousands of round trips] [parts]
+ *   parts: probe,direct,partials,relay,kill (all of them without the argument)
+ *
+ * Every wait has a limit. Exit code 77 where there are not two GPUs.
+ */
+#include <signal.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "fabric/records.h"
+#include "stage_roles.h"
+
+static order_t order_of(uint32_t what, uint32_t instance, uint32_t other)
+{
+    return (order_t){.what = what, .instance = instance, .other = other};
+}
+
+/* ---- the parent ----------------------------------------------------------------------------- */
+static int life_fd;
+static const char *mps_pipe; /* or NULL */
+static uint32_t spawned;     /* life words are not used twice */
+static agent_t ffns[MEMBERS_MAX], relay;
+static uint32_t ffn_count, scene_now;
+static bool by_relay;
+
+static answer_t ask(agent_t *agent, order_t order, int fd, int *fd_out)
+{
+    answer_t answer;
+    CHECK(kit_send(agent->socket, &order, sizeof(order), fd));
+    if (!kit_receive(agent->socket, &answer, sizeof(answer), fd_out)) {
+        fprintf(stderr, "process %d does not answer order %u\n", agent->pid, order.what);
+        exit(1);
+    }
+    if (answer.status != XP_OK)
+        xp_fail(answer.status, "process %d, order %u: %s", agent->pid, order.what, answer.text);
+    return answer;
+}
+static void must(agent_t *agent, order_t order, int fd, int *fd_out)
+{
+    CHECK_OK(ask(agent, order, fd, fd_out).status);
+}
+static void ready(agent_t *agent)
+{
+    answer_t answer;
+    CHECK(kit_receive(agent->socket, &answer, sizeof(answer), NULL));
+}
+static void ended(agent_t *agent)
+{
+    int status;
+    CHECK(waitpid(agent->pid, &status, 0) == agent->pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(agent->socket);
+}
+static void killed(agent_t *agent)
+{
+    kill(agent->pid, SIGKILL);
+    waitpid(agent->pid, NULL, 0);
+    close(agent->socket);
+}
+
+static void start_ffn(uint32_t index)
+{
+    /* FfnAgent 0 has cuda:1 to itself, FfnAgent 1 shares cuda:0 under its MPS. */
+    if (index == 0)
+        unsetenv("CUDA_MPS_PIPE_DIRECTORY");
+    agent_spawn("ffn", life_fd, index | scene_now << 8 | ++spawned << 16, index == 0, &ffns[index]);
+    if (mps_pipe)
+        setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe, 1);
+}
+
+static void scene_up(uint32_t scene, bool use_relay)
+{
+    fabric_plan_t plan;
+    scene_plan(scene, &plan);
+    scene_now = scene;
+    by_relay = use_relay;
+    ffn_count = plan.ffn_count;
+    for (uint32_t f = 0; f < ffn_count; f++)
+        start_ffn(f);
+    for (uint32_t f = 0; f < ffn_count; f++)
+        ready(&ffns[f]);
+    for (uint32_t i = 0; i < plan.instance_count; i++)
+        for (uint32_t first = 0; first < ffn_count; first++) {
+            if (!(stage_reducers(&plan.instances[i]) >> first & 1))
+                continue;
+            int fd;
+            must(&ffns[first], order_of(ORDER_EXPORT_PARTIALS, i, 0), -1, &fd);
+            for (uint32_t f = 0; f < ffn_count; f++)
+                if (f != first)
+                    must(&ffns[f], order_of(ORDER_IMPORT, i, first), fd, NULL);
+            close(fd);
+        }
+    for (uint32_t f = 0; f < ffn_count; f++)
+        must(&ffns[f], order_of(ORDER_START, 0, 0), -1, NULL);
+    if (!use_relay)
+        return;
+    agent_spawn("relay", life_fd, scene, ++spawned, &relay);
+    ready(&relay);
+    for (uint32_t i = 0; i < plan.instance_count; i++)
+        for (uint32_t f = 0; f < ffn_count; f++) {
+            int fd;
+            must(&ffns[f], order_of(ORDER_EXPORT, i, 0), -1, &fd);
+            must(&relay, order_of(ORDER_OPEN, i, f), fd, NULL);
+            close(fd);
+        }
+}
+
+static void scene_down(void)
+{
+    if (by_relay) {
+        must(&relay, order_of(ORDER_STOP, 0, 0), -1, NULL);
+        ended(&relay);
+    }
+    for (uint32_t f = 0; f < ffn_count; f++) {
+        answer_t looked = ask(&ffns[f], order_of(ORDER_LOOK, 0, 0), -1, NULL);
+        CHECK(looked.status == XP_OK && looked.values[0] == 0);
+        answer_t counted = ask(&ffns[f], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
+        answer_t stopped = ask(&ffns[f], order_of(ORDER_STOP, 0, 0), -1, NULL);
+        CHECK_OK(stopped.status);
+        printf("FfnAgent %u: %llu Invocations, %llu turns, longest %.1f us; stopped in %.0f us\n",
+               f, (unsigned long long)counted.values[0], (unsigned long long)counted.values[1],
+               (double)counted.values[2] / 1e3, (double)stopped.ns / 1e3);
+        ended(&ffns[f]);
+    }
+}
+
+static agent_t client_up(uint32_t instance)
+{
+    agent_t client;
+    int arena_fd, fd;
+    uint32_t life_index = ++spawned;
+    agent_spawn("client", life_fd, instance | scene_now << 8 | (uint32_t)by_relay << 16, life_index,
+                &client);
+    ready(&client);
+    must(&client, order_of(ORDER_EXPORT, 0, 0), -1, &arena_fd);
+    if (by_relay) {
+        must(&relay, order_of(ORDER_EXPORT, instance, 0), -1, &fd);
+        for (uint32_t f = 0; f < ffn_count; f++)
+            must(&ffns[f], order_of(ORDER_ATTACH, instance, 0), fd, NULL);
+        close(fd);
+        must(&relay, order_of(ORDER_ATTACH, instance, life_index), arena_fd, NULL);
+    } else {
+        for (uint32_t f = 0; f < ffn_count; f++)
+            must(&ffns[f], order_of(ORDER_ATTACH, instance, f == 0 && ffn_count == 1), arena_fd,
+                 NULL);
+        for (uint32_t f = 0; f < ffn_count; f++) {
+            must(&ffns[f], order_of(ORDER_EXPORT, instance, f == 0 && ffn_count == 1), -1, &fd);
+            must(&client, order_of(ORDER_OPEN, instance, f), fd, NULL);
+            close(fd);
+        }
+    }
+    close(arena_fd);
+    return client;
+}
+
+static void detach(uint32_t instance)
+{
+    if (by_relay)
+        must(&relay, order_of(ORDER_DETACH, instance, 0), -1, NULL);
+    for (uint32_t f = 0; f < ffn_count; f++)
+        must(&ffns[f], order_of(ORDER_DETACH, instance, 0), -1, NULL);
+}
+
+static void client_down(agent_t *client, uint32_t instance)
+{
+    must(client, order_of(ORDER_STOP, 0, 0), -1, NULL);
+    ended(client);
+    detach(instance);
+}
+
+static void row(const char *metric, answer_t answer, double value, const char *unit, double floor,
+                const char *target, const char *what)
+{
+    char note[300];
+    snprintf(note, sizeof(note), "%s; P50 %.3f, P99 %.3f, max %.1f us of %llu, %llu wrong", what,
+             answer.times.p50_us, answer.times.p99_us, answer.times.max_us,
+             (unsigned long long)answer.done, (unsigned long long)answer.wrong);
+    kit_row(metric, value, unit, floor, target, note);
+    CHECK(answer.wrong == 0);
+}
+
+static double floor_us = -1, floor_p99_us = -1;
+
+static void measure_floors(agent_t *client)
+{
+    static const uint32_t payloads[] = {0, WIDTH * 2, 64 * 1024};
+    for (int i = 0; i < 3; i++) {
+        char what[120];
+        must(&ffns[0], (order_t){ORDER_PING, INSTANCE_A, 0, payloads[i], 20000}, -1, NULL);
+        answer_t answer =
+            ask(client, (order_t){ORDER_PING, INSTANCE_A, 0, payloads[i], 20000}, -1, NULL);
+        CHECK_OK(answer.status);
+        snprintf(what, sizeof(what),
+                 "raw round trip between two GPUs, %u bytes and a word each way", payloads[i]);
+        row(i == 0   ? "hop.cuda.raw_flag_us"
+            : i == 1 ? "hop.cuda.raw_put_signal_us"
+                     : "hop.cuda.raw_put_signal_64k_us",
+            answer, answer.times.p50_us, "us", -1, NULL, what);
+        if (i == 1) {
+            floor_us = answer.times.p50_us;
+            floor_p99_us = answer.times.p99_us;
+        }
+    }
+}
+
+static void measure_rows(agent_t *client, const char *way)
+{
+    static const uint32_t rows[] = {1, 4, 16, 64, 128, 512};
+    for (int i = 0; i < 6; i++) {
+        char metric[80], what[160];
+        answer_t answer = ask(client, (order_t){ORDER_GRAPH, 0, 0, rows[i], 300}, -1, NULL);
+        CHECK_OK(answer.status);
+        snprintf(metric, sizeof(metric), "hop.cuda.%s.graph_layer_%urows_us", way, rows[i]);
+        snprintf(
+            what, sizeof(what),
+            "a layer of a captured graph of %d, %u rows of %d BF16, echo (times: a replay / %d)",
+            LAYERS, rows[i], WIDTH, LAYERS);
+        row(metric, answer, answer.times.p50_us, "us", floor_us, NULL, what);
+    }
+}
+
+static void measure_trips(agent_t *client, const char *way, uint32_t thousands, bool targets)
+{
+    char metric[80];
+    answer_t all = {.status = XP_OK};
+    for (uint32_t left = thousands; left; left -= left < 250 ? left : 250) {
+        answer_t answer = ask(
+            client, (order_t){ORDER_TRIPS, 0, 0, 1, (left < 250 ? left : 250) * 1000}, -1, NULL);
+        CHECK_OK(answer.status);
+        answer.done += all.done;
+        answer.wrong += all.wrong;
+        all = answer;
+    }
+    snprintf(metric, sizeof(metric), "hop.cuda.%s.round_trip_us", way);
+    row(metric, all, all.times.p50_us, "us", floor_us, NULL,
+        "whole layer in one kernel, 1 row of 2048, every element checked");
+    if (!targets || floor_us <= 0)
+        return;
+    row("hop.cuda.p50_over_floor", all, all.times.p50_us / floor_us, "x", floor_us, "<= 2",
+        "direct lane over the raw put and signal of one row");
+    row("hop.cuda.p99_over_floor", all, all.times.p99_us / floor_p99_us, "x", floor_p99_us, "<= 3",
+        "direct lane over the raw put and signal of one row");
+}
+
+static void part_probe(void)
+{
+    scene_up(SCENE_ONE, false);
+    for (int under_mps = 0; under_mps < 2; under_mps++) {
+        agent_t probe;
+        int fd;
+        if (under_mps && !mps_pipe)
+            break;
+        if (!under_mps)
+            unsetenv("CUDA_MPS_PIPE_DIRECTORY");
+        setenv("CUDA_VISIBLE_DEVICES", "0", 1);
+        agent_spawn("probe", life_fd, 0, 0, &probe);
+        setenv("CUDA_VISIBLE_DEVICES", "0,1", 1);
+        if (mps_pipe)
+            setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe, 1);
+        must(&ffns[0], order_of(ORDER_EXPORT, INSTANCE_A, 0), -1, &fd);
+        answer_t answer = ask(&probe, order_of(ORDER_OPEN, 0, 0), fd, NULL);
+        close(fd);
+        printf("memory of cuda:1 in a process that sees cuda:0 only%s: %s\n",
+               under_mps ? ", under MPS" : "",
+               answer.status == XP_OK ? "can be mapped" : answer.text);
+        ended(&probe);
+    }
+    scene_down();
+}
+
+static void part_direct(uint32_t thousands)
+{
+    scene_up(SCENE_ONE, false);
+    agent_t client = client_up(INSTANCE_A);
+    measure_floors(&client);
+    measure_trips(&client, "direct", thousands, true);
+    measure_rows(&client, "direct");
+    agent_t bulk = client_up(INSTANCE_BULK);
+    answer_t answer = ask(&bulk, (order_t){ORDER_BULK, 0, 0, 0, 30}, -1, NULL);
+    CHECK_OK(answer.status);
+    double bytes = (double)BULK_ROWS * WIDTH * 2, put = bytes / (double)answer.values[0],
+           copy = bytes / (double)answer.values[1];
+    char note[200];
+    snprintf(
+        note, sizeof(note),
+        "put of 8192 x 2048 BF16: %.1f us, %.0f GB/s; peer copy in the same run %.0f GB/s; the "
+        "whole layer with the echo of one block %.0f us",
+        (double)answer.values[0] / 1e3, put, copy, (double)answer.values[2] / 1e3);
+    kit_row("hop.cuda.bulk_link_fraction", put / copy, "x", copy, ">= 0.8", note);
+    CHECK(answer.wrong == 0);
+    client_down(&bulk, INSTANCE_BULK);
+    client_down(&client, INSTANCE_A);
+    scene_down();
+}
+
+static void part_partials(uint32_t thousands)
+{
+    scene_up(SCENE_TWO, false);
+    agent_t direct = client_up(0), complete = client_up(1);
+    measure_trips(&direct, "direct_partial_2", thousands, false);
+    measure_rows(&direct, "direct_partial_2");
+    measure_trips(&complete, "complete_2", thousands / 4 + 1, false);
+    measure_rows(&complete, "complete_2");
+    client_down(&direct, 0);
+    client_down(&complete, 1);
+    scene_down();
+}
+
+static void part_relay(uint32_t thousands)
+{
+    scene_up(SCENE_ONE, true);
+    agent_t client = client_up(INSTANCE_A);
+    measure_trips(&client, "relay", thousands / 4 + 1, false);
+    measure_rows(&client, "relay");
+    client_down(&client, INSTANCE_A);
+    scene_down();
+}
+
+static void loop(agent_t *client)
+{
+    must(client, order_of(ORDER_LOOP, 0, 0), -1, NULL); /* answers when it begins, and once more */
+}
+static answer_t loop_end(agent_t *client, uint32_t what, uint32_t reason)
+{
+    return ask(client, order_of(what, 0, reason), -1, NULL);
+}
+static void nap_ms(uint32_t ms)
+{
+    usleep(ms * 1000);
+}
+
+static void part_kill(void)
+{
+    uint64_t wrong = 0, detach_ns = 0;
+    scene_up(SCENE_ONE, false);
+    agent_t other = client_up(INSTANCE_B);
+    loop(&other);
+    for (uint32_t n = 0; n < 10; n++) {
+        agent_t victim = client_up(INSTANCE_A);
+        loop(&victim);
+        nap_ms(20 + kit_value(n, 7) % 50);
+        killed(&victim);
+        uint64_t start_ns = xp_monotonic_ns();
+        detach(INSTANCE_A);
+        uint64_t took = xp_monotonic_ns() - start_ns;
+        detach_ns = took > detach_ns ? took : detach_ns;
+    }
+    answer_t answer = loop_end(&other, ORDER_LOOP_END, 0);
+    CHECK_OK(answer.status);
+    wrong += answer.wrong;
+    CHECK(answer.done > 0);
+    printf("10 Instances killed; the other did %llu layers, %llu wrong; longest detach %.1f ms\n",
+           (unsigned long long)answer.done, (unsigned long long)answer.wrong,
+           (double)detach_ns / 1e6);
+
+    /* The FfnAgent dies: who holds the arena closes it, and the wait ends. */
+    loop(&other);
+    nap_ms(50);
+    killed(&ffns[0]);
+    uint64_t start_ns = xp_monotonic_ns();
+    answer = loop_end(&other, ORDER_CLOSE, XP_FATAL);
+    double took_ms = (double)(xp_monotonic_ns() - start_ns) / 1e6;
+    CHECK(answer.status == XP_FATAL);
+    CHECK(took_ms < 1000);
+    killed(&other);
+    kit_row("stage.cuda.ffn_kill_ms", took_ms, "ms", -1, "< 1000",
+            "from the close of the arena to the end of the Instance's wait after SIGKILL of the "
+            "FfnAgent");
+
+    /* And all of it works again on the same GPUs. */
+    scene_up(SCENE_ONE, false);
+    other = client_up(INSTANCE_B);
+    answer = ask(&other, (order_t){ORDER_TRIPS, 0, 0, 16, 1000}, -1, NULL);
+    CHECK_OK(answer.status);
+    wrong += answer.wrong;
+    client_down(&other, INSTANCE_B);
+    scene_down();
+    kit_row("stage.cuda.kill_wrong", (double)wrong, "elements", -1, "0",
+            "SIGKILL of 10 Instances and an FfnAgent, then a fresh start");
+    CHECK(wrong == 0);
+}
+
+int main(int argc, char **argv)
+{
+    stage_roles_main(argc, argv);
+    const uint32_t thousands = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 20;
+    const char *parts = argc > 2 ? argv[2] : "probe,direct,partials,relay,kill";
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+    setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID", 1);
+    if (!stage_roles_usable()) {
+        printf("skipped: built without nvcc\n");
+        return KIT_SKIP;
+    }
+    /* A look by a child: the parent stays without a context. */
+    pid_t child = fork();
+    if (child == 0) {
+        const cuda_driver_t *driver;
+        cuda_device_info_t infos[2];
+        uint32_t count = 0;
+        _exit(cuda_driver_load(&driver) != XP_OK ||
+              cuda_devices_list(driver, infos, 2, &count) != XP_OK || count < 2);
+    }
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+        printf("skipped: there are no two GPUs\n");
+        return KIT_SKIP;
+    }
+    setenv("CUDA_VISIBLE_DEVICES", "0,1", 1);
+    mps_options_t options = {.name = "cuda-0", .devices = "0,1"};
+    mps_t *mps = NULL;
+    if (mps_start(&options, &mps) == XP_OK) {
+        mps_pipe = mps_pipe_folder(mps);
+        setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe, 1);
+        setenv("CUDA_MPS_LOG_DIRECTORY", mps_log_folder(mps), 1);
+    } else {
+        printf("without MPS: %s\n", xp_error_last()->text);
+    }
+    CHECK_OK(transport_life_make(&life_fd));
+    if (strstr(parts, "probe"))
+        part_probe();
+    if (strstr(parts, "direct"))
+        part_direct(thousands);
+    if (strstr(parts, "partials"))
+        part_partials(thousands);
+    if (strstr(parts, "relay"))
+        part_relay(thousands);
+    if (strstr(parts, "kill"))
+        part_kill();
+    agent_mps_end(mps);
+    printf("stage_device: all parts passed (%s)\n", parts);
+    return 0;
+}

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The processes of the direct lane's device test, and the orders that its parent gives them over
+ * sockets: FfnAgents, the relay of an AtnAgent, Instances, and a probe of what can be mapped.
+ */
+#ifndef XPOOL_TESTS_CUDA_STAGE_ROLES_H
+#define XPOOL_TESTS_CUDA_STAGE_ROLES_H
+
+#include "agent.h"
+#include "stage/stage.h"
+
+#define WIDTH       2048
+#define ROWS        512
+#define BULK_ROWS   8192
+#define LAYERS      48
+#define MEMBERS_MAX 2
+#define SAMPLES_MAX 100000u
+#define SOON        kit_in(10)
+
+/* ---- plans: the same in every process ------------------------------------------------------- */
+enum { SCENE_ONE = 0, SCENE_TWO };
+enum { INSTANCE_A = 0, INSTANCE_B, INSTANCE_BULK };
+
+void scene_plan(uint32_t scene, fabric_plan_t *plan);
+
+/* ---- orders --------------------------------------------------------------------------------- */
+enum {
+    ORDER_EXPORT = 1,
+    ORDER_EXPORT_PARTIALS,
+    ORDER_IMPORT,
+    ORDER_START,
+    ORDER_ATTACH,
+    ORDER_DETACH,
+    ORDER_LOOK,
+    ORDER_COUNTERS,
+    ORDER_PING,
+    ORDER_OPEN,
+    ORDER_TRIPS,
+    ORDER_GRAPH,
+    ORDER_BULK,
+    ORDER_LOOP,
+    ORDER_LOOP_END,
+    ORDER_CLOSE,
+    ORDER_STOP
+};
+typedef struct order {
+    uint32_t what, instance, other, rows, count;
+} order_t;
+typedef struct answer {
+    xp_status_t status;
+    kit_summary_t times;
+    uint64_t done, wrong, ns, values[4];
+    char text[256];
+} answer_t;
+
+/* For main(): runs the role and exits when the arguments ask for it. */
+void stage_roles_main(int argc, char **argv);
+/* Built with nvcc? */
+bool stage_roles_usable(void);
+#endif

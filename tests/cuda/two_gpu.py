@@ -1,0 +1,484 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Whole models on two GPUs: transformers' own models, with every layer's `.mlp` replaced by the shim, give
+the same 64 greedy tokens as the unmodified ones.
+
+    tests/cuda/two_gpu.py --build BUILD [--scene NAME ...] [--out FOLDER] [--rehearse]
+
+For each scene a daemon and its agents are started, and four Instances at once, each a process of its own
+under `xpool exec`: Qwen3 (seeded), Qwen3-MoE, DeepSeek-V2 and GLM (the small trained models of this
+repository). Each first computes its own reference, then the same through CrossPool: eagerly, and by
+replaying a captured graph of one decode step that has one more row than are live.
+
+    one      attention on cuda:0, one FfnAgent on cuda:1
+    tensor   attention on cuda:0, two FfnAgents (cuda:0 shares its roles, cuda:1), each with half of every
+             expert
+    relay    as one, rows by way of the AtnAgent
+    kill     as one; one Instance is killed in the middle, the others go on unharmed
+
+`--rehearse` runs the scene `one` on CPU devices, without graphs: it tries everything of this script but
+the GPU. What the interpreter needs: torch, transformers, cffi. Exit code 77: no GPUs here.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+TALES = ROOT / "models" / "tales"
+SKIPPED = 77
+SEEDS = 6  # prompts tried
+MAX_LOGIT_ERROR = 0.05
+LIVE, PADDED = 3, 4  # rows of a decode step that count, and that the captured graph has
+PROMPT = 12
+WAIT_S = 150
+SCENES = {
+    "one": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1),
+    "tensor": dict(atn=["cuda:0"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True),
+    "relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay"),
+    "kill": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, kill="qwen3"),
+}
+REHEARSAL = dict(atn=["cpu:0"], ffn=["cpu:1"], tp=1)
+
+
+# ---- an Instance ---------------------------------------------------------------------------------------
+class FixedCache:
+    """Keys and values of a fixed number of tokens, written where a device tensor says: a captured step
+    works at every position. Made by `of` as a subclass of transformers' Cache."""
+
+    def update(self, keys, values, layer, *arguments, **options):
+        import torch
+
+        if layer not in self.tensors:
+            shapes = (keys.shape[:2] + (self.limit, x.shape[-1]) for x in (keys, values))
+            self.tensors[layer] = tuple(torch.zeros(s, dtype=keys.dtype, device=keys.device) for s in shapes)
+        for held, new in zip(self.tensors[layer], (keys, values)):
+            held.index_copy_(2, self.positions, new)
+        return self.tensors[layer]
+
+    def get_seq_length(self, *arguments, **options):
+        return 0
+
+    def get_max_cache_shape(self, *arguments, **options):
+        return self.limit
+
+    @staticmethod
+    def of(limit):
+        import transformers
+
+        made = type("Fixed", (FixedCache, transformers.Cache), {"__init__": lambda self: None})()
+        made.limit, made.tensors, made.positions = limit, {}, None
+        return made
+
+
+class Generator:
+    """Greedy decoding of PADDED rows, of which LIVE count; one captured decode step, or every step eager."""
+
+    def __init__(self, model, device, tokens, begin_step=None, seed=1):
+        import torch
+
+        self.torch, self.model, self.device = torch, model, device
+        self.begin_step = begin_step or (lambda rows, prefill: None)
+        self.limit = PROMPT + tokens
+        self.tokens = tokens
+        numbers = torch.Generator().manual_seed(seed)
+        vocabulary = model.config.vocab_size
+        self.prompt = torch.randint(10, vocabulary, (PADDED, PROMPT), generator=numbers).to(device)
+
+    def forward(self, ids, positions, cache):
+        torch = self.torch
+        cache.positions = positions
+        # A column for every place of the cache: seen when it is not later than the row's own.
+        seen = torch.arange(self.limit, device=self.device)[None, :] <= positions[:, None]
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=self.device)
+        mask = mask.masked_fill(~seen, torch.finfo(self.model.dtype).min)[None, None]
+        result = self.model(
+            input_ids=ids,
+            attention_mask=mask.expand(ids.shape[0], 1, -1, -1),
+            position_ids=positions[None].expand(ids.shape[0], -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return result.logits[:, -1].float()
+
+    def capture(self, cache, ids, positions):
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # allocations and handles of libraries are made here; rewrites one place
+                self.forward(ids, positions, cache)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.forward(ids, positions, cache)
+        return graph, logits
+
+    def run(self, graphs, after=None, forced=None):
+        """The greedy tokens of the LIVE rows, the logits that chose them, and the smallest distance of a
+        choice to the next one. `forced`: these tokens are taken, whatever is chosen."""
+        torch = self.torch
+        with torch.no_grad():
+            cache = FixedCache.of(self.limit)
+            places = torch.arange(PROMPT, device=self.device)
+            self.begin_step(PADDED * PROMPT, True)
+            logits = self.forward(self.prompt, places, cache)
+            ids = logits.argmax(-1, keepdim=True)
+            positions = torch.tensor([PROMPT], device=self.device)
+            tokens, kept = [ids[:LIVE].clone()], [logits[:LIVE].clone()]
+            if forced is not None:
+                ids[:LIVE].copy_(forced[:, :1])
+            graph = None
+            if graphs:
+                self.begin_step(PADDED, False)
+                graph, captured = self.capture(cache, ids, positions)
+            for step in range(1, self.tokens):
+                self.begin_step(LIVE if graphs else PADDED, False)
+                if graph is None:
+                    logits = self.forward(ids, positions, cache)
+                else:
+                    graph.replay()
+                    logits = captured
+                kept.append(logits[:LIVE].clone())
+                tokens.append(kept[-1].argmax(-1, keepdim=True))
+                # In place: the graph reads these. A padding row's logits may be anything.
+                ids[:LIVE].copy_(tokens[-1] if forced is None else forced[:, step : step + 1])
+                positions += 1
+                if after is not None:
+                    after(step)
+            every = torch.stack(kept, 1)
+            best = every.topk(2, dim=-1).values
+            return torch.cat(tokens, 1).cpu(), every, float((best[..., 0] - best[..., 1]).min())
+
+
+def replace_mlp(model, device):
+    """Every layer's FFN becomes the shim; nothing of the original stays reachable."""
+    import torch
+
+    from xpool import ops
+
+    class Shim(torch.nn.Module):
+        def __init__(self, layer, parts):
+            super().__init__()
+            self.layer, self.parts = layer, parts
+
+        def forward(self, hidden, *arguments, **options):
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            out = ops.ffn_shim(rows, self.layer).view(hidden.shape)
+            return out if self.parts is None else (out,) + (None,) * (self.parts - 1)
+
+    probe = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=device)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            answer = layer.mlp(probe)
+            layer.mlp = Shim(index, len(answer) if isinstance(answer, tuple) else None)
+
+
+def mend(model):
+    """DeepSeek-V2 of transformers misses a number where groups limit the choice of experts."""
+    if model.config.model_type == "deepseek_v2":
+        for layer in model.model.layers:
+            if not hasattr(layer.mlp, "num_experts"):
+                layer.mlp.num_experts = model.config.n_routed_experts
+    return model
+
+
+def instance(arguments):
+    """One Instance: reference, then through CrossPool. Its result is a file; a barrier by files."""
+    import torch
+    import transformers
+
+    from xpool import XpoolConfig, Rank, ops, rank as ranks
+
+    folder = pathlib.Path(arguments.folder)
+    device = torch.device(arguments.device)
+    config = XpoolConfig()
+    info = config.model_info(arguments.instance)
+    path = config.model_path_of(arguments.instance)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    model = mend(model).eval().to(device)
+    # Of several prompts the one whose choices are clearest: a tie says nothing of the FFN.
+    seeds = range(1, 2 if device.type == "cpu" else SEEDS + 1)
+    runs = [(seed, *Generator(model, device, arguments.tokens, seed=seed).run(graphs=False)) for seed in seeds]
+    seed, wanted, logits, margin = max(runs, key=lambda run: run[3])
+    del runs
+
+    def ended(kind, seconds, text):
+        print(f"{arguments.instance}: told to end: {text}", file=sys.stderr, flush=True)
+
+    workload = ranks.Workload(
+        engine=f"transformers {transformers.__version__}",
+        checkpoint=path,
+        hidden=info.hidden,
+        layers=info.layers,
+        attention_tp=1,
+        attention_dp=1,
+        decode_rows=PADDED,
+        prefill_rows=PADDED * PROMPT,
+        dtype=ranks.F16 if device.type == "cuda" else ranks.F32,
+    )
+    ordinal = None if device.type == "cpu" else device.index or 0
+    rank = Rank(config, arguments.instance, 0, workload, ended, ordinal)
+    ops.attach(rank)
+    replace_mlp(model, device)
+    rank.wait_executable()
+
+    def begin_step(rows, prefill):
+        step = ranks.PREFILL if prefill else ranks.DECODE
+        if ordinal is None:
+            rank.begin_step(step)
+        else:
+            rank.begin_step(step, rows=rows, stream=torch.cuda.current_stream().cuda_stream)
+
+    generator = Generator(model, device, arguments.tokens, begin_step, seed)
+    # The same tokens given to both: how far the logits are apart, in units of their spread.
+    _, own, _ = generator.run(graphs=False, forced=wanted.to(device))
+    error = float((own - logits).abs().max() / logits.std())
+    result = {"model": arguments.instance, "margin": margin, "logit_error": error, "modes": {}}
+    rank.serving("", 0, 0, 0, 0, info.max_context)
+    (folder / f"{arguments.instance}.ready").touch()
+    limit = time.monotonic() + WAIT_S
+    while not (folder / "go").exists():  # all four at once
+        if time.monotonic() > limit:
+            raise SystemExit("the other Instances did not come")
+        time.sleep(0.005)
+
+    def after(step):
+        if step == arguments.tokens // 2:
+            (folder / f"{arguments.instance}.half").touch()
+
+    modes = ("eager",) if ordinal is None else ("eager", "graph")
+    for mode in modes:
+        for repeat in range(arguments.repeats):
+            began = time.monotonic()
+            got, _, _ = generator.run(graphs=mode == "graph", after=after)
+            took = time.monotonic() - began
+            if ordinal is not None:
+                torch.cuda.synchronize()
+                rank.finish()
+            wrong = int((got != wanted).sum())
+            seen = result["modes"].setdefault(mode, {"runs": 0, "wrong_tokens": 0, "seconds": took})
+            seen["runs"] += 1
+            seen["wrong_tokens"] += wrong
+            if wrong and "first" not in seen:
+                at = (got != wanted).any(0).nonzero()[0].item()
+                seen["first"] = {"step": at, "wanted": wanted[:, at].tolist(), "got": got[:, at].tolist()}
+    result["ffn_calls"] = rank.state().ffn_calls
+    if ordinal is not None:
+        torch.cuda.synchronize()
+    rank.close()
+    (folder / f"{arguments.instance}.json").write_text(json.dumps(result))
+
+
+# ---- scenes --------------------------------------------------------------------------------------------
+def models_of(scene, scratch, xpool):
+    seeded = scratch / "qwen3"
+    if not seeded.exists():
+        command = [xpool, "model", "synth", "--arch", "qwen3", "--out", seeded, "--seed", "11", "--dtype"]
+        subprocess.run([str(c) for c in command + ["bf16", "--hidden", "256"]], check=True, stdout=subprocess.DEVNULL)
+    return {
+        "qwen3": seeded,
+        "qwen3-moe": TALES / "qwen3-moe",
+        "deepseek-v2": TALES / "deepseek-v2",
+        "glm4-moe-lite": TALES / "glm4-moe-lite",
+    }
+
+
+def write_config(scene, folder, models):
+    kind = scene["atn"][0].partition(":")[0]
+    lines = [
+        f"daemon.socket = '{folder}/d.sock'",
+        "daemon.http = '127.0.0.1:0'",
+        f"cache.root = '{folder}'",
+        f"atn.devices = {json.dumps(scene['atn'])}",
+        f"ffn.devices = {json.dumps(scene['ffn'])}",
+        f"fabric.provider = '{scene.get('provider', 'auto')}'",
+        f"devices.allow_shared_roles = {str(scene.get('shared', False)).lower()}",
+        "deadlines.registration = 60",
+    ]
+    if kind == "cpu":
+        lines += [f"devices.'{name}'.memory = '512MiB'" for name in scene["atn"] + scene["ffn"]]
+    for name, path in models.items():
+        lines += ["[[models]]", f"id = '{name}'", f"path = '{path}'", "engine = 'sglang'"]
+        lines += [f"ffn_tp_size = {scene['tp']}", "kv_ceiling_tokens = 4096"]
+        lines += [f"decode_rows = {PADDED}", f"prefill_rows = {PADDED * PROMPT}"]
+        lines += [f"dtype = '{'float32' if kind == 'cpu' else 'float16'}'"]
+    config = folder / "scene.toml"
+    config.write_text("\n".join(lines) + "\n")
+    return config
+
+
+class System:
+    """Daemon, agents and Instances of one scene; all of them end with it."""
+
+    def __init__(self, folder, config, xpool, build):
+        self.folder, self.config, self.xpool = folder, config, str(xpool)
+        self.processes = {}
+        self.environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=str(build / "python"))
+        self.environment.pop("XPOOL_CONFIG", None)
+        if os.environ.get("PYTHONPATH"):
+            self.environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+
+    def start(self, name, *command):
+        log = open(self.folder / f"{name.replace(':', '-').replace(' ', '-')}.log", "wb")
+        self.processes[name] = subprocess.Popen(
+            [str(c) for c in command], stdout=log, stderr=subprocess.STDOUT, env=self.environment
+        )
+
+    def role(self, name, *words):
+        self.start(name, self.xpool, *words, "--config", self.config)
+
+    def wait(self, condition, what, names):
+        limit = time.monotonic() + WAIT_S
+        while not condition():
+            for name in names:
+                code = self.processes[name].poll()
+                if code is not None:
+                    raise RuntimeError(f"{name} ended with {code} while waiting for {what}: {self.tail(name)}")
+            if time.monotonic() > limit:
+                logs = "\n".join(f"--- {name}: {self.tail(name)}" for name in self.processes)
+                raise RuntimeError(f"{what} did not come within {WAIT_S} s\n{logs}")
+            time.sleep(0.02)
+
+    def tail(self, name):
+        text = (self.folder / f"{name.replace(':', '-').replace(' ', '-')}.log").read_text(errors="replace")
+        return text[-1500:].strip()
+
+    def down(self):
+        done = subprocess.run(
+            [self.xpool, "down", "--config", str(self.config)], capture_output=True, text=True, env=self.environment
+        )
+        return done.returncode == 0, (done.stdout + done.stderr).strip()
+
+    def end(self):
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes.values():
+            process.wait()
+
+
+def run_scene(name, scene, scratch, arguments):
+    xpool = arguments.build / "bin" / "xpool"
+    folder = scratch / name
+    folder.mkdir()
+    models = models_of(scene, scratch, xpool)
+    config = write_config(scene, folder, models)
+    system = System(folder, config, xpool, arguments.build)
+    plan = subprocess.run([str(xpool), "plan", "--config", str(config)], capture_output=True, text=True)
+    if plan.returncode:
+        raise RuntimeError(plan.stderr)
+    print(plan.stdout, flush=True)
+    device = scene["atn"][0].partition(":")[0]
+    device = "cpu" if device == "cpu" else "cuda:0"  # as the Instance sees it: its own device comes first
+    result = {"scene": name, "models": {}}
+    victim = scene.get("kill")
+    try:
+        system.role("daemon", "daemon", "serve")
+        system.wait(lambda: (folder / "d.sock").exists(), "the daemon's socket", ["daemon"])
+        for kind, devices in (("atnagent", scene["atn"]), ("ffnagent", scene["ffn"])):
+            for one in devices:
+                system.role(f"{kind} {one}", kind, "--device", one)
+        for model in models:
+            words = ["exec", "--config", config, "--model", model, "--", sys.executable, __file__]
+            words += ["--build", arguments.build, "--instance", model, "--folder", folder]
+            words += ["--device", device, "--repeats", str(arguments.repeats), "--tokens", str(arguments.tokens)]
+            system.start(model, xpool, *words)
+        system.wait(
+            lambda: all((folder / f"{m}.ready").exists() for m in models), "all Instances", list(system.processes)
+        )
+        (folder / "go").touch()
+        left = [m for m in models if m != victim]
+        if victim:
+            system.wait(lambda: (folder / f"{victim}.half").exists(), "the victim's half", [victim])
+            system.processes[victim].send_signal(signal.SIGKILL)
+            result["killed"] = victim
+        agents = [p for p in system.processes if p not in models]
+        system.wait(lambda: all(system.processes[m].poll() is not None for m in left), "the Instances' end", agents)
+        for model in left:
+            path = folder / f"{model}.json"
+            if not path.exists():
+                raise RuntimeError(f"{model} left no result: {system.tail(model)}")
+            result["models"][model] = json.loads(path.read_text())
+        result["down_clean"], words = system.down()
+        if not result["down_clean"]:
+            print(words, flush=True)
+        for agent in agents:
+            system.processes[agent].wait(timeout=20)
+        result["exit_codes"] = {agent: system.processes[agent].returncode for agent in agents}
+    finally:
+        system.end()
+        if arguments.out:
+            for log in folder.glob("*.log"):
+                (arguments.out / f"{name}-{log.name}").write_bytes(log.read_bytes())
+    return result
+
+
+def report(result):
+    good = result["down_clean"] and not any(result["exit_codes"].values())
+    for model, one in result["models"].items():
+        good = good and one["logit_error"] <= MAX_LOGIT_ERROR
+        for mode, seen in one["modes"].items():
+            good = good and seen["wrong_tokens"] == 0
+            print(
+                f"{result['scene']:8} {model:14} {mode:6} {seen['runs']} run(s), {seen['wrong_tokens']} wrong"
+                f" token(s), {seen['seconds']:.2f} s, closest choice {one['margin']:.4f}, logits apart by"
+                f" {one['logit_error']:.1e} of their spread {seen.get('first', '')}",
+                flush=True,
+            )
+    if "killed" in result:
+        print(f"{result['scene']:8} killed {result['killed']}; the others went on")
+    print(f"{result['scene']:8} {'good' if good else 'WRONG'}; exit codes {result['exit_codes']}", flush=True)
+    return good
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--scene", action="append", choices=list(SCENES))
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--instance", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.build = arguments.build.resolve()
+    if arguments.instance:
+        instance(arguments)
+        return 0
+    scenes = {name: SCENES[name] for name in arguments.scene or SCENES}
+    if arguments.rehearse:
+        scenes, arguments.tokens = {"one": REHEARSAL}, 12
+    else:
+        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
+        gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]
+        if len(gpus) < 2:
+            print(f"skipped: two GPUs are needed, {len(gpus)} found")
+            return SKIPPED
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    good, results = True, []
+    with tempfile.TemporaryDirectory(prefix="xpool-two-gpu-") as scratch:
+        for name, scene in scenes.items():
+            try:
+                results.append(run_scene(name, scene, pathlib.Path(scratch), arguments))
+                good = report(results[-1]) and good
+            except RuntimeError as error:
+                print(f"{name:8} WRONG: {error}", flush=True)
+                good = False
+    if arguments.out:
+        (arguments.out / "two_gpu.json").write_text(json.dumps(results, indent=1))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

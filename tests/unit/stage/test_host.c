@@ -1,0 +1,789 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The host objects of module stage over the fake driver: FfnAgents, clients and the relay in one
+ * process. Kernels are played by the same functions that the GPU runs; resident ones take turns
+ * after each launch and at each read of the host. Every driver call is failed in turn.
+ */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "../cuda/fake_driver.h"
+#include "base/clock.h"
+#include "fabric/records.h"
+#include "stage/control.h"
+#include "stage/relay.h"
+#include "stage/scheduler_steps.h"
+
+#define HIDDEN 16
+#define ROWS   8
+#define LAYERS 4
+#define SOON   (xp_monotonic_ns() + 5 * XP_NS_PER_S)
+
+/* In place of the device code, so that these tests need no nvcc. */
+static const unsigned char code[1];
+#define IMAGE(name)                                                                                \
+    extern const cuda_image_t cuda_image_##name;                                                   \
+    const cuda_image_t cuda_image_##name = {#name, code, code + 1};
+IMAGE(transport_cuda_kernels)
+IMAGE(stage_kernels)
+IMAGE(stage_scheduler)
+IMAGE(stage_relay)
+
+/* ---- kernels -------------------------------------------------------------------------------- */
+static uint64_t argument(const fake_launch_t *launch, int index)
+{
+    uint64_t value = 0;
+    memcpy(&value, launch->values[index], launch->kernel->sizes[index]);
+    return value;
+}
+static void *pointer(const fake_launch_t *launch, int index)
+{
+    return (void *)(uintptr_t)argument(launch, index);
+}
+
+static void put_rows(const stage_put_t *put, transport_device_state_t *state,
+                     const transport_live_t *live, const void *input)
+{
+    if (stage_put_allowed(state))
+        for (uint32_t t = 0; t < put->count; t++)
+            memcpy((char *)(uintptr_t)put->targets[t].input + stage_put_offset(put, live), input,
+                   stage_put_bytes(put, live));
+    stage_device_put(put, state, live);
+}
+static void run_put(const fake_launch_t *launch)
+{
+    stage_put_t put;
+    memcpy(&put, launch->values[0], sizeof(put));
+    put_rows(&put, pointer(launch, 1), pointer(launch, 2), pointer(launch, 3));
+}
+static void step(void);
+static void wait_for(const mailbox_arena_t *arena, transport_device_state_t *state, uint32_t direct,
+                     const uint32_t *life)
+{
+    uint32_t missing = direct;
+    if (transport_device_wait_begin(state))
+        return;
+    for (uint64_t looks = 0; !stage_device_wait_look(arena, state, direct, &missing); looks++) {
+        step();
+        if (transport_device_wait_life(life, state, looks, 20))
+            break;
+    }
+}
+static void run_wait(const fake_launch_t *launch)
+{
+    wait_for(pointer(launch, 0), pointer(launch, 1), (uint32_t)argument(launch, 2),
+             pointer(launch, 3));
+}
+static void take_rows(const stage_take_t *take, transport_device_state_t *state, void *output)
+{
+    stage_job_t job = {.kind = take->members ? STAGE_JOB_REDUCE : STAGE_JOB_COPY,
+                       .dtype = take->dtype,
+                       .narrow = 1,
+                       .members = take->members,
+                       .consumers = 1,
+                       .from = (void *)(uintptr_t)(take->members ? take->partial : take->output),
+                       .stride = take->partial_stride};
+    job.to[0] = (stage_job_to_t){.rows = output, .count = state->rows * take->row_bytes / 2};
+    if (transport_device_take_allowed(state))
+        stage_job_run(&job, 0, job.to[0].count, 0, 1);
+    else
+        memset(output, 0xff, take->captured * take->row_bytes);
+    transport_device_take(state);
+}
+static void run_take(const fake_launch_t *launch)
+{
+    stage_take_t take;
+    memcpy(&take, launch->values[0], sizeof(take));
+    take_rows(&take, pointer(launch, 1), pointer(launch, 2));
+}
+static void run_call(const fake_launch_t *launch)
+{
+    stage_put_t put;
+    stage_take_t take;
+    memcpy(&put, launch->values[0], sizeof(put));
+    memcpy(&take, launch->values[1], sizeof(take));
+    put_rows(&put, pointer(launch, 3), pointer(launch, 4), pointer(launch, 5));
+    wait_for(pointer(launch, 2), pointer(launch, 3), (uint32_t)argument(launch, 7),
+             pointer(launch, 8));
+    take_rows(&take, pointer(launch, 3), pointer(launch, 6));
+}
+static void run_describe(const fake_launch_t *launch)
+{
+    stage_instance_t *instance = pointer(launch, 0);
+    memcpy(&instance->about, launch->values[1], sizeof(instance->about));
+    instance->reason = 0;
+    if (argument(launch, 2))
+        instance->wanted = (uint32_t)argument(launch, 2);
+}
+static void run_page_start(const fake_launch_t *launch)
+{
+    memset(pointer(launch, 0), 0, sizeof(stage_page_t));
+    memcpy(pointer(launch, 0), launch->values[1], sizeof(stage_head_t));
+}
+static void run_partials_start(const fake_launch_t *launch)
+{
+    stage_partials_t *partials = pointer(launch, 0);
+    partials->magic = STAGE_PARTIALS_MAGIC;
+    partials->members = (uint32_t)argument(launch, 4);
+    memset(partials->ready, 0, sizeof(partials->ready));
+}
+static void run_post(const fake_launch_t *launch)
+{
+    PROTOCOL_STORE_RELEASE((uint32_t *)pointer(launch, 0), (uint32_t)argument(launch, 1));
+}
+static void run_close(const fake_launch_t *launch)
+{
+    mailbox_close(pointer(launch, 0), (uint32_t)argument(launch, 1));
+}
+static void run_arena_start(const fake_launch_t *launch)
+{
+    memcpy(pointer(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
+}
+static void run_live_write(const fake_launch_t *launch)
+{
+    memcpy(pointer(launch, 0), launch->values[1], sizeof(transport_live_t));
+}
+static void run_slot_describe(const fake_launch_t *launch)
+{
+    transport_slot_t value, *slot = pointer(launch, 0);
+    memcpy(&value, launch->values[1], sizeof(value));
+    memcpy(slot, &value, offsetof(transport_slot_t, pad0));
+    slot->wanted = value.wanted;
+}
+static void run_nothing(const fake_launch_t *launch)
+{
+}
+
+/* ---- residents ------------------------------------------------------------------------------ */
+static stage_scheduler_t schedulers[8];
+static bool scheduling[8], still;
+static uint64_t now_ns;
+static void run_scheduler(const fake_launch_t *launch)
+{
+    stage_table_t *table = pointer(launch, 0);
+    assert_int_equal(table->magic, STAGE_TABLE_MAGIC);
+    assert_int_equal(launch->blocks, 1);
+    for (int i = 0; i < 8; i++)
+        if (!scheduling[i]) {
+            scheduling[i] = true;
+            stage_scheduler_begin(&schedulers[i], table);
+            return;
+        }
+    fail();
+}
+static void scheduler_turns(int index)
+{
+    stage_scheduler_t *s = &schedulers[index];
+    for (int n = 0; scheduling[index] && n < 100; n++) {
+        uint32_t changed[STAGE_LINES / 32] = {0};
+        for (uint32_t i = 0; i < s->line_count; i++)
+            if (stage_scheduler_line_changed(s, i))
+                changed[i / 32] |= 1u << i % 32;
+        if (!stage_scheduler_turn(s, changed, stage_scheduler_lanes_ended(s), now_ns))
+            scheduling[index] = false;
+        else if (stage_scheduler_chunk(s)) {
+            stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, 0, 1);
+            stage_scheduler_chunk_done(s, now_ns);
+        }
+    }
+}
+
+static transport_resident_t *relay_table;
+static const stage_relay_t *relay;
+static bool relay_busy[TRANSPORT_RESIDENT_SLOTS];
+static void run_relay(const fake_launch_t *launch)
+{
+    relay_table = pointer(launch, 0);
+    relay = pointer(launch, 2);
+    memset(relay_busy, 0, sizeof(relay_busy));
+}
+static void run_relay_describe(const fake_launch_t *launch)
+{
+    stage_relay_slot_t *slot = pointer(launch, 0);
+    memcpy(slot, launch->values[1], sizeof(*slot));
+    memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
+    memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
+}
+/* A round of a slot's warp: cuda_resident.cuh with the handler of relay.cu. */
+static void relay_round(uint32_t index)
+{
+    transport_slot_t *slot = &relay_table->slot[index];
+    const stage_relay_slot_t *own = &relay->slot[index];
+    mailbox_arena_t *arena = (mailbox_arena_t *)(uintptr_t)slot->arena;
+    if (transport_slot_turn(slot->wanted) != transport_slot_turn(slot->now)) {
+        if (transport_slot_state(slot->wanted) == TRANSPORT_SLOT_ATTACHED)
+            slot->answered = arena->response.sequence;
+        relay_busy[index] = false;
+        slot->now = slot->wanted;
+    }
+    if (transport_slot_state(slot->now) != TRANSPORT_SLOT_ATTACHED)
+        return;
+    mailbox_request_t request;
+    if (mailbox_request_read(arena, slot->answered, &request) != MAILBOX_LIVE)
+        return;
+    uint32_t group =
+        own->uniform ? own->uniform : ((const uint32_t *)(uintptr_t)own->groups)[request.layer];
+    uint32_t members = fabric_group_size(group);
+    uint32_t direct = own->direct && members > 1 ? (1u << members) - 1 : 0, missing = direct;
+    uint64_t before = 0;
+    for (uint32_t i = 0; i < own->rank / own->tp; i++)
+        before += request.dp_rows[i];
+    if (!relay_busy[index]) {
+        relay_busy[index] = true;
+        for (uint32_t left = group; left; left &= left - 1) {
+            uint32_t f = fabric_group_first(left);
+            if (own->rank % own->tp == 0)
+                memcpy((char *)(uintptr_t)own->input[f] + before * slot->row_bytes,
+                       (char *)arena + slot->input_offset, request.rows * slot->row_bytes);
+            stage_line_t *line = (stage_line_t *)(uintptr_t)own->line[f];
+            uint64_t sequence = request.sequence;
+            request.sequence = line->sequence;
+            *line = request;
+            request.sequence = sequence;
+            stage_line_publish(line, sequence);
+        }
+        return;
+    }
+    transport_device_state_t state = {
+        .sequence = request.sequence, .phase = TRANSPORT_PHASE_LIVE, .rows = request.rows};
+    if (!stage_device_wait_look((mailbox_arena_t *)(uintptr_t)own->arena, &state, direct, &missing))
+        return;
+    relay_busy[index] = false;
+    stage_take_t take = {.output = own->output,
+                         .partial = own->partial,
+                         .partial_stride = own->partial_stride,
+                         .members = direct ? members : 0,
+                         .row_bytes = slot->row_bytes};
+    uint32_t status = state.status;
+    take_rows(&take, &state, (char *)arena + slot->output_offset);
+    slot->answered = request.sequence;
+    slot->requests++;
+    mailbox_response_publish(arena, request.sequence, status);
+}
+
+static void step(void)
+{
+    if (still)
+        return;
+    for (int round = 0; round < 3; round++) {
+        for (uint32_t i = 0; relay_table && i < relay_table->slots; i++)
+            relay_round(i);
+        for (int i = 0; i < 8; i++)
+            scheduler_turns(i);
+    }
+    if (relay_table && relay_table->stop)
+        relay_table = NULL;
+}
+static void step_after(const fake_launch_t *launch)
+{
+    step();
+}
+
+static const fake_kernel_t kernels[] = {
+    {"stage_put", run_put, {sizeof(stage_put_t), 8, 8, 8}},
+    {"stage_wait", run_wait, {8, 8, 4, 8, 8}},
+    {"stage_take", run_take, {sizeof(stage_take_t), 8, 8}},
+    {"stage_call", run_call, {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, 8, 8}},
+    {"stage_describe", run_describe, {8, sizeof(stage_about_t), 4}},
+    {"stage_page_start", run_page_start, {8, sizeof(stage_head_t)}},
+    {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
+    {"stage_post", run_post, {8, 4}},
+    {"stage_close", run_close, {8, 4}},
+    {"stage_scheduler", run_scheduler, {8, 8}},
+    {"stage_relay", run_relay, {8, 8, 8}},
+    {"stage_relay_describe",
+     run_relay_describe,
+     {8, sizeof(stage_relay_slot_t), sizeof(mailbox_arena_t)}},
+    {"transport_put", run_nothing, {8}},
+    {"transport_wait", run_nothing, {8}},
+    {"transport_take", run_nothing, {8}},
+    {"transport_call", run_nothing, {8}},
+    {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
+    {"transport_close", run_close, {8, 4}},
+    {"transport_live_write", run_live_write, {8, sizeof(transport_live_t)}},
+    {"transport_recover", run_nothing, {8}},
+    {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
+    {"transport_post", run_post, {8, 4}},
+};
+
+/* ---- the set: two FfnAgents, an Instance of two ranks ---------------------------------------- */
+static cuda_device_t device;
+static int life_fd;
+static transport_cuda_life_t life;
+static fabric_plan_t plan;
+static stage_ffn_t *ffn[2];
+static stage_client_t *client[2];
+static stage_atn_t *atn;
+static stage_path_t path;
+static int resident[2]; /* index of their streams */
+static _Alignas(16) uint16_t in[2][ROWS * HIDDEN], out[2][ROWS * HIDDEN];
+
+static bool resident_busy(cuda_stream_t stream)
+{
+    for (int f = 0, s = 0; f < 2; f++) {
+        if (!resident[f] || stream != &fake.stream[resident[f] - 1])
+            continue;
+        for (int i = 0; i < 8; i++)
+            s |= scheduling[i] && schedulers[i].ffn == (uint32_t)f;
+        return s;
+    }
+    return false;
+}
+
+static void plan_make(uint32_t delivery, uint32_t tp, uint32_t dp, uint32_t group)
+{
+    memset(&plan, 0, sizeof(plan));
+    plan.atn_count = 1;
+    plan.ffn_count = 2;
+    plan.lanes = 2;
+    plan.submission_timeout_ns = 1000000;
+    plan.instance_count = 1;
+    fabric_plan_instance_t *instance = &plan.instances[0];
+    strcpy(instance->id, "tales");
+    instance->hidden = HIDDEN;
+    instance->layers = LAYERS;
+    instance->max_rows = ROWS;
+    instance->dtype = XP_DTYPE_BF16;
+    instance->atn_tp = tp;
+    instance->atn_dp = dp;
+    instance->delivery = delivery;
+    for (uint32_t layer = 0; layer < LAYERS; layer++)
+        instance->layer_group[layer] = group;
+}
+
+static int last_stream(void)
+{
+    int last = 0;
+    for (int i = 0; i < FAKE_OBJECTS; i++)
+        if (fake.stream[i].used)
+            last = i + 1;
+    return last;
+}
+
+static xp_status_t make_ffn(uint32_t f)
+{
+    stage_ffn_config_t config = {.device = &device, .plan = &plan, .ffn = f, .life = &life};
+    XP_TRY(stage_ffn_create(&config, &ffn[f]));
+    resident[f] = last_stream();
+    return XP_OK;
+}
+static xp_status_t exchange_partials(void)
+{
+    for (uint32_t first = 0; first < 2; first++) {
+        if (!(stage_reducers(&plan.instances[0]) >> first & 1))
+            continue;
+        int fd;
+        XP_TRY(stage_ffn_export_partials(ffn[first], 0, &fd));
+        xp_status_t status = stage_ffn_import_partials(ffn[1 - first], 0, first, fd);
+        close(fd);
+        XP_TRY(status);
+    }
+    return XP_OK;
+}
+static xp_status_t attach_rank(uint32_t rank)
+{
+    int fd;
+    XP_TRY(stage_client_export(client[rank], &fd));
+    xp_status_t status = stage_atn_attach(atn, 0, rank, fd, 7, SOON);
+    close(fd);
+    return status;
+}
+static xp_status_t attach_ffns(void)
+{
+    uint32_t ranks = fabric_plan_ranks(&plan.instances[0]);
+    int fds[2] = {-1, -1};
+    xp_status_t status = XP_OK;
+    for (uint32_t r = 0; r < ranks && status == XP_OK; r++)
+        status = path == STAGE_DIRECT ? stage_client_export(client[r], &fds[r])
+                                      : stage_atn_export(atn, 0, r, &fds[r]);
+    for (uint32_t f = 0; f < 2 && status == XP_OK; f++)
+        if (stage_members(&plan.instances[0]) >> f & 1)
+            status = stage_ffn_attach(ffn[f], 0, fds, ranks, SOON);
+    for (uint32_t r = 0; r < 2; r++)
+        if (fds[r] >= 0)
+            close(fds[r]);
+    return status;
+}
+static xp_status_t open_stages(void)
+{
+    for (uint32_t f = 0; f < 2; f++) {
+        if (!(stage_members(&plan.instances[0]) >> f & 1))
+            continue;
+        int fd;
+        XP_TRY(stage_ffn_export(ffn[f], 0, &fd));
+        xp_status_t status = XP_OK;
+        if (path == STAGE_RELAY)
+            status = stage_atn_open(atn, 0, f, fd);
+        for (uint32_t r = 0;
+             path == STAGE_DIRECT && status == XP_OK && r < fabric_plan_ranks(&plan.instances[0]);
+             r++)
+            status = stage_client_open(client[r], f, fd);
+        close(fd);
+        XP_TRY(status);
+    }
+    return XP_OK;
+}
+static xp_status_t make_clients(void)
+{
+    for (uint32_t r = 0; r < fabric_plan_ranks(&plan.instances[0]); r++) {
+        stage_client_config_t config = {.device = &device,
+                                        .instance = &plan.instances[0],
+                                        .rank = r,
+                                        .path = path,
+                                        .life = &life,
+                                        .limit_ns = 20};
+        XP_TRY(stage_client_create(&config, &client[r]));
+    }
+    return XP_OK;
+}
+static xp_status_t make_all(void)
+{
+    for (uint32_t f = 0; f < 2; f++)
+        XP_TRY(make_ffn(f));
+    XP_TRY(exchange_partials());
+    for (uint32_t f = 0; f < 2; f++)
+        XP_TRY(stage_ffn_start(ffn[f]));
+    XP_TRY(make_clients());
+    if (path == STAGE_RELAY)
+        XP_TRY(stage_atn_create(&device, &plan, 0, &life, &atn));
+    XP_TRY(attach_ffns());
+    XP_TRY(open_stages());
+    for (uint32_t r = 0; path == STAGE_RELAY && r < fabric_plan_ranks(&plan.instances[0]); r++)
+        XP_TRY(attach_rank(r));
+    return XP_OK;
+}
+static void destroy_all(void)
+{
+    for (uint32_t r = 0; r < 2; r++) {
+        stage_client_destroy(client[r]);
+        client[r] = NULL;
+    }
+    stage_atn_destroy(atn);
+    atn = NULL;
+    for (uint32_t f = 0; f < 2; f++) {
+        stage_ffn_destroy(ffn[f]);
+        ffn[f] = NULL;
+        resident[f] = 0;
+    }
+}
+
+static int setup(void **state)
+{
+    fake_reset(kernels, sizeof(kernels) / sizeof(kernels[0]));
+    memset(scheduling, 0, sizeof(scheduling));
+    relay_table = NULL;
+    still = false;
+    now_ns = 1000;
+    path = STAGE_DIRECT;
+    fake.before_read = step;
+    fake.after_launch = step_after;
+    fake.busy = resident_busy;
+    assert_int_equal(cuda_device_open(&fake_driver, 0, &device), XP_OK);
+    assert_int_equal(transport_life_make(&life_fd), XP_OK);
+    assert_int_equal(transport_cuda_life_open(&device, life_fd, 6, &life), XP_OK);
+    plan_make(FABRIC_DELIVERY_DIRECT_PARTIAL, 1, 1, 3);
+    return 0;
+}
+static int teardown(void **state)
+{
+    destroy_all();
+    transport_cuda_life_close(&life);
+    close(life_fd);
+    assert_int_equal(fake_objects(), 0);
+    cuda_device_close(&device);
+    return 0;
+}
+
+static void ok(xp_status_t status)
+{
+    if (status != XP_OK)
+        fail_msg("%s", xp_error_last()->text);
+}
+static void says(const char *text)
+{
+    if (!strstr(xp_error_last()->text, text))
+        fail_msg("\"%s\" does not say \"%s\"", xp_error_last()->text, text);
+}
+static transport_tensor_t tensor(void *data, uint32_t rows)
+{
+    return (transport_tensor_t){.data = data,
+                                .dtype = XP_DTYPE_BF16,
+                                .rank = 2,
+                                .rows = rows,
+                                .width = HIDDEN,
+                                .row_stride = HIDDEN};
+}
+
+/* One layer by all ranks; call: in one launch (single ranks only). */
+static void pass(uint32_t layer, const uint32_t *dp_rows, bool call)
+{
+    const fabric_plan_instance_t *p = &plan.instances[0];
+    uint32_t ranks = fabric_plan_ranks(p);
+    uint32_t members = fabric_group_size(p->layer_group[layer]);
+    cuda_stream_t stream = NULL;
+    for (uint32_t r = 0; r < ranks; r++) {
+        transport_live_t live = {.rows = dp_rows[r / p->atn_tp]};
+        memcpy(live.dp_rows, dp_rows, p->atn_dp * sizeof(uint32_t));
+        for (uint32_t i = 0; i < ROWS * HIDDEN; i++)
+            in[r][i] = stage_bits((float)((i + layer + r / p->atn_tp) % 40), FFN_CUDA_BF16);
+        memset(out[r], 0, sizeof(out[r]));
+        transport_tensor_t from = tensor(in[r], ROWS), to = tensor(out[r], ROWS);
+        ok(stage_client_live_write(client[r], &live, stream));
+        if (call)
+            ok(stage_client_call(client[r], layer, 0, &from, &to, stream));
+        else
+            ok(stage_client_put(client[r], layer, 0, &from, stream));
+    }
+    for (uint32_t r = 0; !call && r < ranks; r++) {
+        transport_tensor_t to = tensor(out[r], ROWS);
+        ok(stage_client_wait(client[r], stream));
+        ok(stage_client_take(client[r], &to, stream));
+    }
+    for (uint32_t r = 0; r < ranks; r++) {
+        ok(stage_client_finish(client[r], SOON));
+        for (uint32_t i = 0; i < dp_rows[r / p->atn_tp] * HIDDEN; i++)
+            assert_int_equal(out[r][i], stage_bits(stage_value(in[r][i], FFN_CUDA_BF16) *
+                                                           (float)(members * (members + 1) / 2) +
+                                                       (float)layer,
+                                                   FFN_CUDA_BF16));
+    }
+}
+
+static void test_deliveries(void **state)
+{
+    static const uint32_t attention[][2] = {{1, 1}, {2, 1}, {1, 2}}, groups[] = {1, 2, 3};
+    for (int by = 0; by < 2; by++)
+        for (uint32_t delivery = 0; delivery < 3; delivery++)
+            for (uint32_t a = 0; a < 3; a++)
+                for (uint32_t g = 0; g < 3; g++) {
+                    path = by ? STAGE_RELAY : STAGE_DIRECT;
+                    plan_make(delivery, attention[a][0], attention[a][1], groups[g]);
+                    ok(make_all());
+                    for (uint32_t n = 0; n < 6; n++)
+                        pass(n % LAYERS, (const uint32_t[]){n, (n * 5) % 7}, a == 0 && n % 2 == 0);
+                    for (uint32_t f = 0; f < 2; f++) {
+                        stage_ffn_counters_t counters;
+                        uint64_t dropped, invocations, rows;
+                        ok(stage_ffn_look(ffn[f], SOON, &dropped));
+                        assert_int_equal(dropped, 0);
+                        ok(stage_ffn_counters(ffn[f], SOON, &counters));
+                        bool member = groups[g] >> f & 1;
+                        assert_int_equal(counters.invocations, member ? 6 : 0);
+                        if (!member)
+                            continue;
+                        ok(stage_ffn_instance_counters(ffn[f], 0, SOON, &invocations, &rows));
+                        assert_int_equal(invocations, 6);
+                        assert_int_equal(rows, counters.rows);
+                    }
+                    destroy_all();
+                }
+}
+
+/* The Instance goes, also in the middle; another one comes. */
+static void test_successor(void **state)
+{
+    for (int by = 0; by < 2; by++) {
+        path = by ? STAGE_RELAY : STAGE_DIRECT;
+        plan_make(FABRIC_DELIVERY_REPLICATED_COMPLETE, 2, 1, 3);
+        ok(make_all());
+        pass(0, (const uint32_t[]){3}, false);
+        transport_tensor_t from = tensor(in[0], ROWS);
+        ok(stage_client_put(client[0], 1, 0, &from, NULL)); /* and dies */
+        for (uint32_t r = 0; r < 2; r++) {
+            if (by)
+                ok(stage_atn_detach(atn, 0, r, SOON));
+            stage_client_destroy(client[r]);
+            client[r] = NULL;
+        }
+        for (uint32_t f = 0; f < 2; f++)
+            ok(stage_ffn_detach(ffn[f], 0, SOON));
+        ok(make_clients());
+        ok(attach_ffns());
+        for (uint32_t r = 0; r < 2 && by; r++)
+            ok(attach_rank(r));
+        if (!by)
+            ok(open_stages());
+        for (uint32_t n = 0; n < 3; n++)
+            pass(n, (const uint32_t[]){n}, false);
+        destroy_all();
+    }
+}
+
+static void test_refusals(void **state)
+{
+    int fd, fds[2];
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 2);
+    plan.instances[0].dtype = XP_DTYPE_F32;
+    assert_int_equal(make_ffn(0), XP_UNSUPPORTED);
+    says("bf16 or f16");
+    plan.instances[0].dtype = XP_DTYPE_BF16;
+    ok(make_all());
+    assert_int_equal(stage_ffn_export(ffn[0], 0, &fd), XP_NOT_FOUND);
+    says("no Execution Group");
+    assert_int_equal(stage_ffn_export_partials(ffn[1], 0, &fd), XP_NOT_FOUND);
+    ok(stage_client_export(client[0], &fds[0]));
+    assert_int_equal(stage_ffn_attach(ffn[1], 0, fds, 1, SOON), XP_INVALID);
+    says("attached already");
+    assert_int_equal(stage_client_open(client[0], 0, fds[0]), XP_INVALID);
+    assert_int_equal(stage_client_open(client[0], 1, fds[0]), XP_INVALID);
+    says("open already");
+    ok(stage_ffn_detach(ffn[1], 0, SOON));
+    assert_int_equal(stage_ffn_detach(ffn[1], 0, SOON), XP_NOT_FOUND);
+    assert_int_equal(stage_ffn_attach(ffn[1], 0, fds, 2, SOON), XP_INVALID);
+    /* Another Instance's arena. */
+    transport_geometry_t other = stage_geometry(&plan.instances[0]);
+    other.hidden = HIDDEN / 2;
+    transport_cuda_client_t *stranger;
+    ok(transport_cuda_client_create(&device, &other, &life, 1, &stranger));
+    close(fds[0]);
+    ok(transport_cuda_client_export(stranger, &fds[0]));
+    assert_int_equal(stage_ffn_attach(ffn[1], 0, fds, 1, SOON), XP_PEER);
+    says("planned are");
+    transport_cuda_client_destroy(stranger);
+    close(fds[0]);
+    ok(attach_ffns());
+    transport_tensor_t from = tensor(in[0], ROWS);
+    assert_int_equal(stage_client_put(client[0], LAYERS, 0, &from, NULL), XP_INVALID);
+    says("layer 4");
+    stage_client_destroy(client[0]);
+    ok(make_clients());
+    assert_int_equal(stage_client_put(client[0], 0, 0, &from, NULL), XP_RETRY);
+    says("not open yet");
+}
+
+static void test_partials_are_needed(void **state)
+{
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 3);
+    ok(make_ffn(1));
+    assert_int_equal(stage_ffn_start(ffn[1]), XP_INVALID);
+    says("partials of FfnAgent 0");
+}
+
+static void test_failures(void **state)
+{
+    uint64_t dropped;
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 2, 1, 1);
+    ok(make_all());
+    transport_tensor_t from = tensor(in[0], ROWS);
+    transport_live_t live = {.rows = 2};
+    ok(stage_client_live_write(client[0], &live, NULL));
+    ok(stage_client_put(client[0], 2, 0, &from, NULL));
+    ok(stage_ffn_look(ffn[0], SOON, &dropped));
+    now_ns += 5000000;
+    assert_int_equal(stage_ffn_look(ffn[0], SOON, &dropped), XP_FATAL);
+    says("tales: rank 1 did not submit layer 2 within 5 ms of rank 0");
+    ok(stage_ffn_fail(ffn[0]));
+    ok(stage_client_wait(client[0], NULL));
+    assert_int_equal(stage_client_finish(client[0], SOON), XP_FATAL);
+    destroy_all();
+
+    ok(make_all());
+    for (uint32_t r = 0; r < 2; r++) {
+        ok(stage_client_live_write(client[r], &live, NULL));
+        ok(stage_client_put(client[r], r, 0, &from, NULL));
+    }
+    assert_int_equal(stage_ffn_look(ffn[0], SOON, &dropped), XP_FATAL);
+    says("tales: rank 0 (layer 0, request 1, 2 rows) and rank 1 (layer 1, request 1, 2 rows) "
+         "disagree");
+    destroy_all();
+
+    /* Nonsense drops its Instance, and is said once. */
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 1);
+    ok(make_all());
+    stage_line_t *line = (stage_line_t *)schedulers[0].lines[0].line;
+    line->layer = 99;
+    stage_line_publish(line, 1);
+    ok(stage_ffn_look(ffn[0], SOON, &dropped));
+    assert_int_equal(dropped, 1);
+    ok(stage_ffn_look(ffn[0], SOON, &dropped));
+    assert_int_equal(dropped, 0);
+    ok(stage_ffn_detach(ffn[0], 0, SOON));
+    ok(stage_ffn_shutdown(ffn[0]));
+    assert_int_equal(stage_ffn_look(ffn[0], SOON, &dropped), XP_CLOSED);
+}
+
+static void test_time_limit(void **state)
+{
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 1);
+    ok(make_all());
+    still = true;
+    transport_tensor_t from = tensor(in[0], 1), to = tensor(out[0], 1);
+    transport_live_t live = {.rows = 1};
+    ok(stage_client_live_write(client[0], &live, NULL));
+    ok(stage_client_call(client[0], 0, 0, &from, &to, NULL));
+    assert_int_equal(stage_client_finish(client[0], SOON), XP_TIMEOUT);
+    assert_int_equal(out[0][0], 0xffff);
+    still = false;
+}
+
+static void test_sizes(void **state)
+{
+    stage_bytes_t bytes;
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 2, 3);
+    plan.instances[0].max_rows = 8192;
+    plan.instances[0].hidden = 2048;
+    stage_ffn_bytes(&plan, 0, &bytes);
+    assert_int_equal(bytes.stages, (64u << 20) + (2u << 20));
+    assert_int_equal(bytes.partials, (256u << 20) + (2u << 20));
+    stage_ffn_bytes(&plan, 1, &bytes);
+    assert_int_equal(bytes.partials, 0);
+    assert_int_equal(stage_reducers(&plan.instances[0]), 1);
+    assert_int_equal(stage_geometry(&plan.instances[0]).partials, 0);
+    plan.instances[0].delivery = FABRIC_DELIVERY_DIRECT_PARTIAL;
+    assert_int_equal(stage_geometry(&plan.instances[0]).partials, 2);
+    assert_int_equal(stage_arena_bytes(&plan.instances[0]),
+                     (64u << 20) + (128u << 20) + (2u << 20));
+    stage_ffn_bytes(&plan, 1, &bytes);
+    assert_int_equal(bytes.partials, 128u << 20); /* scratch */
+    assert_int_equal(stage_reducers(&plan.instances[0]), 0);
+    assert_int_equal(stage_members(&plan.instances[0]), 3);
+    assert_int_equal(stage_max_rows(&plan, 1), 16384);
+    assert_int_equal(stage_buffer_rows(&plan, 1), 0);
+    plan.instances[0].layer_group[2] = 2;
+    assert_int_equal(stage_buffer_rows(&plan, 1), 16384);
+    assert_int_equal(stage_buffer_rows(&plan, 0), 0);
+}
+
+/* Each driver call from making to a whole pass fails in turn; nothing is left each time. */
+static void test_ladders(void **state)
+{
+    for (int by = 0; by < 2; by++) {
+        path = by ? STAGE_RELAY : STAGE_DIRECT;
+        plan_make(FABRIC_DELIVERY_REPLICATED_COMPLETE, 1, 1, 3);
+        int objects = fake_objects();
+        uint64_t n = 1;
+        for (;; n++) {
+            assert_true(n < 600);
+            fake.fail_at = n;
+            xp_status_t status = make_all();
+            xp_error_t error = *xp_error_last();
+            bool failed = fake.fail_at == 0;
+            fake.fail_at = 0;
+            destroy_all();
+            assert_int_equal(fake_objects(), objects);
+            if (!failed) {
+                assert_int_equal(status, XP_OK);
+                break;
+            }
+            assert_int_not_equal(status, XP_OK);
+            xp_fail(status, "%s", error.text);
+            says(fake.failed);
+        }
+        assert_true(n > 100);
+    }
+}
+
+int main(void)
+{
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+    const struct CMUnitTest tests[] = {
+        TEST(test_deliveries), TEST(test_successor),
+        TEST(test_refusals),   TEST(test_partials_are_needed),
+        TEST(test_failures),   TEST(test_time_limit),
+        TEST(test_sizes),      TEST(test_ladders),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
