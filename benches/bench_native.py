@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Runs a C benchmark that prints JSON rows (hop, kv) and writes docs/results."""
+"""Runs a C benchmark that prints JSON rows (hop) and writes docs/results."""
 
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
 import results
 
 
-def main():
-    name = sys.argv[1]
-    program = results.ROOT / "build" / "bin" / f"bench_{name}"
-    output = subprocess.run([str(program), *sys.argv[2:]], stdout=subprocess.PIPE, text=True, check=True).stdout
+def rows_of(name, *arguments):
+    """The rows that build/bin/bench_NAME prints."""
+    program = pathlib.Path(os.environ.get("XPOOL_BUILD", results.ROOT / "build")) / "bin" / f"bench_{name}"
+    output = subprocess.run([str(program), *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
     rows = []
     for line in output.splitlines():
         line = line.strip().rstrip(",")
@@ -22,6 +24,12 @@ def main():
             rows[-1]["note"] = rows[-1]["note"] or ""
     if not rows:
         sys.exit(f"{program.name} printed no rows:\n{output}")
+    return rows
+
+
+def main():
+    name = sys.argv[1]
+    rows = rows_of(name, *sys.argv[2:])
     results.show(rows)
     results.write(name, rows)
 

@@ -51,6 +51,7 @@ endfunction()
 xpool_script_test(style/layers style 60 scripts/check-layers)
 xpool_script_test(style/files style 120 scripts/check-style)
 xpool_script_test(style/symbols style 60 scripts/check-symbols $<TARGET_FILE:libxpool>)
+xpool_script_test(style/links style 60 scripts/check-links ${CMAKE_BINARY_DIR})
 xpool_script_test(style/generated-docs style 60 $<TARGET_FILE:xpool> config docs --check .)
 xpool_script_test(style/benchmark-pages style 60 scripts/render-results --check)
 
@@ -136,6 +137,10 @@ if(EXISTS ${CMAKE_SOURCE_DIR}/../shared/check/golden_serve.py)
     set_tests_properties(sglang/golden-${model} PROPERTIES RUN_SERIAL TRUE)
   endforeach()
 endif()
+
+xpool_script_test(cuda/roles cuda 180 ${XPOOL_TEST_PYTHON} --venv tests/cuda/roles.py
+                  --build ${CMAKE_BINARY_DIR})
+set_tests_properties(cuda/roles PROPERTIES RUN_SERIAL TRUE)
 
 # The demo itself, as a user runs it the second time.
 xpool_script_test(e2e/demo "e2e;reference" 300 scripts/demo)

@@ -328,7 +328,8 @@ static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *a
         if (entry->instance != model)
             continue;
         uint32_t floor = PROTOCOL_LOAD_RELAXED(&entry->floor_bundles);
-        uint32_t ceiling = PROTOCOL_LOAD_RELAXED(&entry->ceiling_bundles);
+        /* As it was set: what the entry says may be less, for the floors of others. */
+        uint32_t ceiling = kv->market.snapshot.groups[g].ceiling_bundles;
         uint32_t unit = entry->bundle_tokens;
         if (ask->has_floor)
             floor = (uint32_t)(((uint64_t)ask->floor_tokens + unit - 1) / unit);
@@ -418,9 +419,15 @@ static xp_status_t answer(daemon_kv_t *kv, const xpw_KvAsk *ask, xpw_KvAnswer *a
     }
 }
 
+void daemon_kv_look(daemon_t *daemon)
+{
+    work(daemon->kv);
+}
+
 void daemon_kv_ask(daemon_participant_t *client, const xpw_KvAsk *ask)
 {
     daemon_kv_t *kv = client->daemon->kv;
+    work(kv); /* usage alone rings no bell */
     xpw_Envelope envelope = {.which_body = xpw_Envelope_kv_answer_tag};
     xpw_KvAnswer *out = &envelope.body.kv_answer;
     int fd = -1;

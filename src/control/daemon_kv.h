@@ -25,6 +25,8 @@ void daemon_kv_admit(daemon_t *daemon, uint32_t model, uint32_t rank, pid_t pid,
  * Its bytes return when its process has ended, or has closed its partition of the channel. */
 void daemon_kv_leave(daemon_t *daemon, uint32_t model, uint32_t rank, bool gone);
 
+/* Reads what the ranks say now; before anything is shown. */
+void daemon_kv_look(daemon_t *daemon);
 void daemon_kv_ask(daemon_participant_t *client, const xpw_KvAsk *ask);
 json_t *daemon_kv_json(const daemon_t *daemon);
 /* What one model's groups hold together, for its entry in /v1/state. */

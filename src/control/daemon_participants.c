@@ -52,6 +52,7 @@ void daemon_participant_free(daemon_participant_t *participant)
 void daemon_participant_kill(daemon_participant_t *participant)
 {
     participant->was_killed = true;
+    daemon_plane_end_word(participant);
     /* By pidfd where there is one: a number may already be somebody else's. */
     if (participant->pidfd < 0 ||
         syscall(SYS_pidfd_send_signal, participant->pidfd, SIGKILL, NULL, 0) != 0)

@@ -208,6 +208,13 @@ void daemon_plane_greet(daemon_participant_t *participant)
                       participant->role == xpw_Role_ROLE_INSTANCE ? 2 : 1);
 }
 
+void daemon_plane_end_word(daemon_participant_t *participant)
+{
+    daemon_plane_t *plane = participant->daemon ? participant->daemon->plane : NULL;
+    if (plane && participant->life_index)
+        life_word_end(&plane->life->word[participant->life_index]);
+}
+
 void daemon_plane_farewell(daemon_participant_t *participant)
 {
     daemon_plane_t *plane = participant->daemon ? participant->daemon->plane : NULL;
@@ -215,7 +222,7 @@ void daemon_plane_farewell(daemon_participant_t *participant)
     if (!plane || !index)
         return;
     transport_life_watch_remove(plane->watch, index);
-    life_word_end(&plane->life->word[index]); /* its kernels leave, whatever it did */
+    daemon_plane_end_word(participant);
     plane->life_owner[index] = NULL;
 }
 

@@ -222,6 +222,7 @@ const char *daemon_plane_problem(const daemon_t *daemon);
 /* Its life word; before Join or Admitted. */
 void daemon_plane_greet(daemon_participant_t *participant);
 void daemon_plane_farewell(daemon_participant_t *participant);
+void daemon_plane_end_word(daemon_participant_t *participant); /* its kernels leave */
 /* Of an agent; false: not one of the plane's messages. */
 bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envelope,
                           wire_descriptors_t *fds);

@@ -298,8 +298,10 @@ static void on_ready(struct evhttp_request *request, void *context)
 
 static void on_state(struct evhttp_request *request, void *context)
 {
-    if (only_get(request))
-        reply_json(request, 200, state_json(context));
+    if (!only_get(request))
+        return;
+    daemon_kv_look(context);
+    reply_json(request, 200, state_json(context));
 }
 
 static void metric_head(struct evbuffer *out, const char *name, const char *kind, const char *help)
@@ -368,6 +370,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
         }
     }
 
+    daemon_kv_look(daemon);
     daemon_kv_metrics(daemon, out);
     struct model_metric {
         const char *name, *kind, *help;

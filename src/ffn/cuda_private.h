@@ -99,6 +99,7 @@ struct ffn_cuda_runtime {
     /* the host thread */
     pthread_t thread;
     bool running;
+    uint32_t ended; /* the host thread's, a futex: it only returns after that */
     _Atomic uint32_t stop;
     _Atomic uint32_t failed; /* an xp_status_t once something has failed */
     uint32_t failure_told;   /* the device knows; host thread */

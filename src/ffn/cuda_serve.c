@@ -316,6 +316,8 @@ static void *serve_main(void *context)
         ffn_cuda_runtime_fail(runtime, status, xp_error_last()->text);
     if (atomic_load(&runtime->failed))
         serve_tell_failure(runtime);
+    __atomic_store_n(&runtime->ended, 1, __ATOMIC_RELEASE);
+    xp_futex_wake(&runtime->ended, 1);
     return NULL;
 }
 
@@ -342,13 +344,13 @@ xp_status_t cuda_serve_stop(ffn_cuda_runtime_t *runtime, uint64_t deadline_ns)
     atomic_store(&runtime->stop, 1);
     __atomic_fetch_add(&runtime->ring->bell, 1, __ATOMIC_RELEASE);
     xp_futex_wake(&runtime->ring->bell, 1);
-    const struct timespec until = {.tv_sec = (time_t)(deadline_ns / XP_NS_PER_S),
-                                   .tv_nsec = (long)(deadline_ns % XP_NS_PER_S)};
-    if (pthread_clockjoin_np(runtime->thread, NULL, CLOCK_MONOTONIC, &until) != 0) {
-        runtime->stuck = true;
-        return xp_fail(XP_TIMEOUT, "the launching thread of cuda:%d did not end in time",
-                       runtime->device->ordinal);
-    }
+    while (!__atomic_load_n(&runtime->ended, __ATOMIC_ACQUIRE))
+        if (xp_futex_wait(&runtime->ended, 0, deadline_ns) == ETIMEDOUT) {
+            runtime->stuck = true;
+            return xp_fail(XP_TIMEOUT, "the launching thread of cuda:%d did not end in time",
+                           runtime->device->ordinal);
+        }
+    pthread_join(runtime->thread, NULL);
     runtime->running = false;
     for (uint32_t i = 0; i < 3 && status == XP_OK; i++)
         status = cuda_stream_wait(runtime->device, streams[i], &clock, deadline_ns);

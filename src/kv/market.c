@@ -408,6 +408,8 @@ void kv_market_step(kv_market_t *market, uint64_t now_ns, kv_market_step_t *step
         raise_floor(market, g);
     for (uint32_t g = 0; g < snapshot->group_count; g++) {
         kv_market_group_t *state = &market->groups[g];
+        step_out->ring[g] = state->ring_wanted;
+        state->ring_wanted = false;
         if (state->state != KV_MARKET_STARTING && state->state != KV_MARKET_PRESENT)
             continue;
         if (!read_completions(market, g, now_ns, step_out))
@@ -432,6 +434,21 @@ void kv_market_step(kv_market_t *market, uint64_t now_ns, kv_market_step_t *step
 
 /* ---- steering ---------------------------------------------------------------------------------
  */
+
+/* What others have as floors a group can never get, whatever its ceiling: it hears of the smaller, so
+ * that it refuses what would wait for ever. */
+static void publish_ceiling(kv_market_t *market, uint32_t g)
+{
+    kv_group_entry_t *entry = entry_of(market, g);
+    uint32_t ceiling = book(market, g)->ceiling_bundles;
+    uint32_t most = kv_market_possible_bundles(market, g);
+    if (most < ceiling)
+        ceiling = most;
+    if (PROTOCOL_LOAD_RELAXED(&entry->ceiling_bundles) == ceiling)
+        return;
+    PROTOCOL_STORE_RELEASE(&entry->ceiling_bundles, ceiling);
+    market->groups[g].ring_wanted = true;
+}
 
 xp_status_t kv_market_set(kv_market_t *market, uint32_t g, uint32_t floor_bundles,
                           uint32_t ceiling_bundles)
@@ -462,7 +479,9 @@ xp_status_t kv_market_set(kv_market_t *market, uint32_t g, uint32_t floor_bundle
         group->floor_bundles = floor_bundles;
     group->ceiling_bundles = ceiling_bundles;
     PROTOCOL_STORE_RELEASE(&entry->floor_bundles, floor_bundles);
-    PROTOCOL_STORE_RELEASE(&entry->ceiling_bundles, ceiling_bundles);
+    for (uint32_t other = 0; other < market->snapshot.group_count; other++)
+        if (market->channel->groups[other].elastic)
+            publish_ceiling(market, other);
     return XP_OK;
 }
 

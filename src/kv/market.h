@@ -29,6 +29,7 @@ typedef struct kv_market_group {
     uint64_t commanded_ns;
     kv_policy_command_t last; /* the newest command and why */
     bool trim_wanted;
+    bool ring_wanted; /* its ceiling has changed */
     bool reported_late;
     kv_report_t report; /* the newest whole one */
     uint64_t grants, shrinks, trims, late;

@@ -173,10 +173,12 @@ static void ffn_role(int argc, char **argv)
             break;
         case ORDER_ATTACH:
             answer = answer_of(stage_ffn_attach(ffn, order.instance, &fd, 1, SOON));
-            if (answer.status == XP_OK && order.other)
+            if (answer.status == XP_OK && order.other) {
+                cuda_block_destroy(&arenas[order.instance]); /* a predecessor's */
                 CHECK_OK(cuda_block_import(&role.device, fd,
                                            transport_cuda_arena_bytes(&role.device, &geometry),
                                            &arenas[order.instance]));
+            }
             break;
         case ORDER_DETACH:
             answer = answer_of(stage_ffn_detach(ffn, order.instance, kit_in(2)));

@@ -307,7 +307,8 @@ def write_config(scene, folder, models):
         lines += [f"devices.'{name}'.memory = '512MiB'" for name in scene["atn"] + scene["ffn"]]
     for name, path in models.items():
         lines += ["[[models]]", f"id = '{name}'", f"path = '{path}'", "engine = 'sglang'"]
-        lines += [f"ffn_tp_size = {scene['tp']}", "kv_ceiling_tokens = 4096"]
+        lines += [f"ffn_tp_size = {scene['tp']}", f"attention_tp = {scene.get('attention_tp', 1)}"]
+        lines += ["kv_ceiling_tokens = 4096"]
         lines += [f"decode_rows = {PADDED}", f"prefill_rows = {PADDED * PROMPT}"]
         lines += [f"dtype = '{'float32' if kind == 'cpu' else 'float16'}'"]
     config = folder / "scene.toml"
@@ -341,15 +342,17 @@ class System:
             for name in names:
                 code = self.processes[name].poll()
                 if code is not None:
-                    raise RuntimeError(f"{name} ended with {code} while waiting for {what}: {self.tail(name)}")
+                    raise RuntimeError(f"{name} ended with {code} while waiting for {what}\n{self.tails()}")
             if time.monotonic() > limit:
-                logs = "\n".join(f"--- {name}: {self.tail(name)}" for name in self.processes)
-                raise RuntimeError(f"{what} did not come within {WAIT_S} s\n{logs}")
+                raise RuntimeError(f"{what} did not come within {WAIT_S} s\n{self.tails()}")
             time.sleep(0.02)
 
     def tail(self, name):
         text = (self.folder / f"{name.replace(':', '-').replace(' ', '-')}.log").read_text(errors="replace")
         return text[-1500:].strip()
+
+    def tails(self):
+        return "\n".join(f"--- {name}: {self.tail(name)}" for name in self.processes)
 
     def down(self):
         done = subprocess.run(

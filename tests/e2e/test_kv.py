@@ -176,9 +176,11 @@ def elastic():
 
 def killed():
     """A borrower in the middle of its request, then a donor while its memory is being asked for."""
-    system, token = small_pool()
+    system, _ = small_pool()
     with system:
         system.start(60)
+        # Until it says so itself, `up` takes an Instance's end for a failed start.
+        harness.wait_until(lambda: "ready in" in system.log(), 10, "xpool up says that it is ready")
         pool = pool_bytes(system)
         system.hand = []
         with Sampler(system, pool) as sampler:
@@ -194,6 +196,7 @@ def killed():
                 os.kill(pid, signal.SIGKILL)
                 harness.check(other.result(20) == want, f"b's tokens changed when {victim} died")
                 harness.check(system.up.poll() is None, "xpool up ended although only an Instance died")
+                harness.wait_until(lambda v=victim: v not in system.list_models(), 10, f"{victim} is gone")
                 again = system.launch("serve", victim, log=system.folder / f"log.again{turn}")
                 system.hand.append(again)
                 harness.wait_until(lambda v=victim: v in system.list_models(), 30, f"{victim} is back")
@@ -221,9 +224,11 @@ STEPS = (
 
 def killed_at_every_step():
     """An Instance that dies at a named step of an operation: no byte is lost, the others are served."""
-    system, token = small_pool()
+    system, _ = small_pool()
     with system:
         system.start(60)
+        # Until it says so itself, `up` takes an Instance's end for a failed start.
+        harness.wait_until(lambda: "ready in" in system.log(), 10, "xpool up says that it is ready")
         pool = pool_bytes(system)
         system.hand = []
         with Sampler(system, pool) as sampler:

@@ -13,7 +13,7 @@ usage: family.py FAMILY
   profiler sees nothing but an allocation inside the shim; one weight changed in the FfnAgent changes the
   tokens, and putting it back brings them back.
 - The KV Cache's memory moves: what the kernel counts falls when it is given back; and the same tokens come
-  while it shrinks and grows every few steps (two families: MHA and MLA).
+  while it shrinks and grows every few steps (two families: MHA and MLA). In one family it is a fixed share.
 - Observers: the records of rank, AtnAgent and FfnAgent tell the same story.
 """
 
@@ -43,6 +43,8 @@ PROFILED_TOKENS = 4
 # What the shim may do in torch: make its output and, where it must, its input contiguous.
 # One of each kind of KV pool.
 ELASTIC = ("qwen3-moe", "deepseek-v2")
+# Here every model keeps its share.
+STATIC = ("llama",)
 TRIM_SECONDS = 0.02
 LONG_TOKENS = 1200
 ALLOWED = ("aten::empty", "aten::contiguous", "aten::clone", "aten::copy_")
@@ -216,7 +218,8 @@ def elastic(system, truth, vocab):
     (before,) = system.kv(ID)
     resident = system.kv_resident(ID)
     check(before["backed"]["tokens"] > LONG_TOKENS, f"a long prompt has no memory: {before}")
-    check(abs(resident - before["backed"]["bytes"]) < 1 << 20, f"{resident} bytes are resident: {before}")
+    token_bytes = before["backed"]["bytes"] // before["backed"]["tokens"]
+    check(LONG_TOKENS * token_bytes <= resident <= before["backed"]["bytes"], f"{resident} bytes are resident: {before}")
     system.kv_do("trim", ID)
 
     def floor():
@@ -249,6 +252,16 @@ def elastic(system, truth, vocab):
     print(f"     KV Cache: {resident >> 10} KiB resident with {LONG_TOKENS} tokens, {left >> 10} KiB at the floor; "
           f"the same tokens during {len(trims)} trims and {grants} grants, "
           f"{min(trims) >> 10} to {max(trims) >> 10} KiB", flush=True)
+
+
+def fixed(system):
+    """scheduler.kv_policy = "static": all of the share has memory from the start, for good."""
+    (group,) = system.kv(ID)
+    share = group["ceiling"]
+    check(not group["elastic"] and group["backed"] == group["floor"] == share, f"not a fixed share: {group}")
+    check(group["grants"] == 0, f"a fixed share was changed: {group}")
+    resident = system.kv_resident(ID)
+    check(0 < resident <= share["bytes"], f"{resident} bytes are resident: {group}")
 
 
 def check_observers(system):
@@ -290,7 +303,8 @@ def check_family(family):
     truth, vocab = vanilla.results(path), probe.vocabulary(path)
     # So little that nearly every request needs more.
     floor = {"kv_floor_tokens": 128} if family in ELASTIC else {}
-    with scene.Scene([scene.model(ID, path, **floor)], observe=True) as system:
+    settings = '[scheduler]\nkv_policy = "static"' if family in STATIC else ""
+    with scene.Scene([scene.model(ID, path, **floor)], observe=True, settings=settings) as system:
         system.start()
         steps = {
             "tokens": lambda: same_tokens(system, truth, vocab),
@@ -301,6 +315,7 @@ def check_family(family):
             "changed weight": lambda: changed_weight(system, truth, vocab, path),
             "zeroed FFN": lambda: zeroed(system, truth, vocab),
             **({"elastic": lambda: elastic(system, truth, vocab)} if family in ELASTIC else {}),
+            **({"fixed": lambda: fixed(system)} if family in STATIC else {}),
             "observers": lambda: check_observers(system),
             "log": lambda: scene.check_no_broken_plugin(system.log()),
         }

@@ -33,8 +33,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from xpool import kv as kvs
+from xpool.native import XpoolError
 from xpool.sglang import kv as plugin, kv_pool
-from xpool.sglang.kv_room import Room
 
 VOCABULARY = 50
 CHUNK = 24
@@ -486,6 +486,24 @@ class Scenes(unittest.TestCase):
         self.assertEqual(len(round_of_both()), 2)  # it is over
         self.assertEqual(len(round_of_both()), 1)
         self.assertEqual(second.kv.reports, [])
+
+
+class Arguments(unittest.TestCase):
+    def test_what_does_not_go_together_is_refused(self):
+        good = server_arguments.get_global_server_args()
+        plugin._check_arguments(good)
+        for name, value in (("page_size", 16), ("disable_overlap_schedule", False), ("enable_lmcache", True)):
+            wrong = types.SimpleNamespace(**{**vars(good), name: value})
+            with self.assertRaisesRegex(XpoolError, f"--{name.replace('_', '-')} is {value}"):
+                plugin._check_arguments(wrong)
+
+    def test_the_capacity_is_the_range(self):
+        runner = types.SimpleNamespace(server_args=types.SimpleNamespace(max_total_tokens=None))
+        self.assertEqual(plugin._constraints(lambda runner, capacity: capacity, runner, 77), 77)
+        with mock.patch.object(plugin, "_kv", Range(BUNDLE)):
+            self.assertEqual(plugin._constraints(None, runner, 77), SLOTS - 1)
+            runner.server_args.max_total_tokens = 100
+            self.assertEqual(plugin._constraints(None, runner, 77), 100)
 
 
 if __name__ == "__main__":

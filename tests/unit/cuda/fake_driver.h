@@ -22,10 +22,12 @@
 #include "cuda/driver.h"
 
 #define FAKE_GRANULARITY (64u << 10)
-#define FAKE_OBJECTS     64
-#define FAKE_LAUNCHES    512
-#define FAKE_PARAMETERS  12
-#define FAKE_VALUE_MAX   512
+#ifndef FAKE_OBJECTS
+#define FAKE_OBJECTS 64
+#endif
+#define FAKE_LAUNCHES   512
+#define FAKE_PARAMETERS 12
+#define FAKE_VALUE_MAX  512
 
 typedef struct fake_launch fake_launch_t;
 typedef struct fake_kernel {

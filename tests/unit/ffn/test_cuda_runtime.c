@@ -6,7 +6,7 @@
  */
 #include "cuda_support.h"
 
-#define TEST_LIMIT_NS (10 * XP_NS_PER_S)
+#define TEST_LIMIT_NS (60 * XP_NS_PER_S)
 
 typedef struct scene {
     cuda_device_t device;

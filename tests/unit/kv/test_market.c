@@ -336,6 +336,22 @@ static void floors_and_ceilings_change_live(void **state)
     assert_int_equal(kv_group_command(&channel->groups[0]).bundles, 10);
 }
 
+static void floors_of_others_bound_a_ceiling(void **state)
+{
+    begin();
+    assert_int_equal(kv_market_set(&market, 1, 80, 80), XP_OK);
+    steps();
+    /* 20 of the pool are left, and each of its bundles takes two. */
+    assert_int_equal(channel->groups[0].ceiling_bundles, 10);
+    assert_true(step.ring[0]); /* who waits for more is told */
+    steps();
+    assert_false(step.ring[0]);
+    assert_int_equal(kv_market_set(&market, 1, 5, 80), XP_OK);
+    steps();
+    assert_int_equal(channel->groups[0].ceiling_bundles, 40); /* as it was set */
+    assert_true(step.ring[0]);
+}
+
 static void a_floor_of_somebody_absent_is_kept_once_it_is_free(void **state)
 {
     kv_market_start(&market, 1, 0);
@@ -415,6 +431,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(silence_is_reported_then_a_fault, fresh, done),
         cmocka_unit_test_setup_teardown(nonsense_is_a_fault_and_no_credit, fresh, done),
         cmocka_unit_test_setup_teardown(floors_and_ceilings_change_live, fresh, done),
+        cmocka_unit_test_setup_teardown(floors_of_others_bound_a_ceiling, fresh, done),
         cmocka_unit_test_setup_teardown(a_floor_of_somebody_absent_is_kept_once_it_is_free, fresh,
                                         done),
         cmocka_unit_test_setup_teardown(trims_wait_for_their_turn, fresh, done),

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""The programs of a system with GPUs, all of them real, over a libcuda without a GPU (tests/tools/fake_cuda.c)
+and an MPS controller that is a test program: start, attach, calls, a killed Instance and its successor, the
+ordered end, a killed FfnAgent. Kernels compute nothing there, so no row is looked at.
+
+    tests/cuda/roles.py --build BUILD
+"""
+
+import argparse
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import two_gpu
+
+SKIPPED = 77
+
+
+def instance(arguments):
+    from xpool import Rank, XpoolConfig, rank as ranks
+
+    config = XpoolConfig()
+    info = config.model_info("m")
+    assert info.device == "cuda:0", info
+    workload = ranks.Workload(
+        "roles.py", config.model_path_of("m"), info.hidden, info.layers, info.attention_tp, 1, 4, 48, ranks.BF16
+    )
+    folder = pathlib.Path(arguments.folder)
+    ended = []
+
+    def end(kind, seconds, text):
+        print("end", kind, text, flush=True)
+        ended.append(kind)
+
+    # The devices of an Instance's ranks come first, in their order.
+    rank = Rank(config, "m", arguments.rank, workload, end, arguments.rank)
+    rank.wait_executable()
+    rows = ctypes.create_string_buffer(4 * info.hidden * 2)
+    at = ctypes.addressof(rows)
+    for step in range(3):
+        rank.begin_step(ranks.DECODE, rows=3)
+        for layer in range(info.layers):
+            assert rank.queue_ffn(layer, 4, ranks.BF16, at, at, 0) == ranks.OK, rank.error(0)
+    rank.finish()
+    assert rank.queue_ffn(0, 4, ranks.F32, at, at, 0) == ranks.INVALID
+    assert rank.state().ffn_calls >= 3 * info.layers
+    rank.serving("", 0, 0, 0, 0, info.max_context)
+    (folder / f"{arguments.instance}.{arguments.rank}.ready").touch()
+    while not (folder / "close").exists() and not ended:
+        time.sleep(0.01)
+    rank.close()
+
+
+def check(condition, what):
+    if not condition:
+        raise RuntimeError(what)
+
+
+def start(arguments, folder, scene):
+    (folder / "close").unlink(missing_ok=True)
+    models = {"m": two_gpu.TALES / "qwen3-moe"}
+    config = two_gpu.write_config(scene, folder, models)
+    text = config.read_text().replace("dtype = 'float16'", "dtype = 'bfloat16'")
+    memory = "".join(f"devices.'cuda:{i}'.memory = '8GiB'\n" for i in range(4))
+    config.write_text(memory + text)
+    system = two_gpu.System(folder, config, arguments.build / "bin" / "xpool", arguments.build)
+    libraries = arguments.build / "tests" / "fake-cuda"
+    system.environment["LD_LIBRARY_PATH"] = str(libraries)
+    system.environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    system.environment["XPOOL_TEST_MPS_ROOT"] = str(folder / "mps")
+    (folder / "nvidia-cuda-mps-control").symlink_to(arguments.build / "tests" / "unit_control_test_plane")
+    system.role("daemon", "daemon", "serve")
+    system.wait(lambda: (folder / "d.sock").exists(), "the daemon's socket", ["daemon"])
+    for device in scene["atn"]:
+        system.role(f"atnagent {device}", "atnagent", "--device", device)
+    for device in scene["ffn"]:
+        system.role(f"ffnagent {device}", "ffnagent", "--device", device)
+    return system
+
+
+def serve(arguments, system, scene, name):
+    """Starts all ranks of the Instance; their names."""
+    ranks = [f"{name}.{rank}" for rank in range(scene.get("attention_tp", 1))]
+    for number, rank in enumerate(ranks):
+        words = ["exec", "--config", system.config, "--model", "m", "--", sys.executable, __file__]
+        words += ["--build", arguments.build, "--instance", name, "--folder", system.folder]
+        system.start(rank, system.xpool, *words, "--rank", number)
+    there = [system.folder / f"{rank}.ready" for rank in ranks]
+    system.wait(lambda: all(file.exists() for file in there), name, list(system.processes))
+    return ranks
+
+
+def ready(system):
+    command = [system.xpool, "daemon", "check", "--config", str(system.config)]
+    return subprocess.run(command, capture_output=True, env=system.environment).returncode == 0
+
+
+def end(system):
+    """Whatever is left, the controller that a killed daemon leaves for the next one included."""
+    system.end()
+    for file in (system.folder / "mps").glob("*/pipe/control.pid"):
+        try:
+            os.kill(int(file.read_text().split()[0]), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def life(arguments, folder, scene):
+    system = start(arguments, folder, scene)
+    try:
+        first = serve(arguments, system, scene, "first")
+        system.wait(lambda: ready(system), "System Ready", list(system.processes))
+        system.processes[first[0]].kill()
+        for rank in first:  # the others of the killed one are told to end
+            system.processes.pop(rank).wait(timeout=20)
+        second = serve(arguments, system, scene, "second")
+        system.wait(lambda: ready(system), "System Ready again", list(system.processes))
+        (folder / "close").touch()
+        for rank in second:
+            check(system.processes[rank].wait(timeout=20) == 0, f"{rank}: {system.tail(rank)}")
+        clean, words = system.down()
+        for name, process in system.processes.items():
+            code = process.wait(timeout=20)
+            check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
+        check(clean, words)
+        check(not (folder / "mps").exists(), "the MPS controller's folder is left")
+    finally:
+        end(system)
+
+
+def failure(arguments, folder, scene):
+    system = start(arguments, folder, scene)
+    try:
+        [first] = serve(arguments, system, scene, "first")
+        agent = f"ffnagent {scene['ffn'][-1]}"
+        system.processes[agent].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        for name, process in system.processes.items():
+            if name != first:
+                process.wait(timeout=20)
+        took = time.monotonic() - began
+        check(took < 3, f"the others ended after {took:.1f} s")
+        check(system.processes["daemon"].returncode == 1, "the daemon's exit code")
+        system.wait(lambda: "canonical failure" in system.tail(first), "the Instance's news", [])
+    finally:
+        end(system)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--instance", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.build = arguments.build.resolve()
+    if arguments.instance:
+        instance(arguments)
+        return 0
+    shared = dict(atn=["cuda:0"], ffn=["cuda:0"], tp=1, shared=True)
+    for name, test, scene in (
+        ("life", life, shared),
+        ("members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
+        ("ranks", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2)),
+        ("relay", life, dict(shared, provider="p2p-relay")),
+        ("failure", failure, shared),
+    ):
+        with tempfile.TemporaryDirectory(prefix="xpool-roles-") as folder:
+            began = time.monotonic()
+            test(arguments, pathlib.Path(folder), scene)
+            print(f"{name}: good, {time.monotonic() - began:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * A libcuda.so.1 without a GPU, for tests of whole processes: the fake driver under the driver's
+ * own names. Memory is shared between processes as on a device; kernels compute nothing, but for
+ * those by which hosts speak with each other and with the scheduler, whose answers are given at
+ * once.
+ */
+#define FAKE_OBJECTS             4096
+#define fake_cuModuleGetFunction unused_cuModuleGetFunction
+#define fake_cuLaunchKernel      base_cuLaunchKernel
+#include "../unit/cuda/fake_driver.h"
+#undef fake_cuModuleGetFunction
+#undef fake_cuLaunchKernel
+
+#include "stage/table.h"
+
+#define NAMES_MAX 256
+
+static cuda_stream_t scheduler_stream, relay_stream;
+static stage_table_t *table;
+static transport_resident_t *relay; /* the AtnAgent's resident kernel */
+
+static void *address(const fake_launch_t *launch)
+{
+    void *at;
+    memcpy(&at, launch->values[0], sizeof(at));
+    return at;
+}
+
+static uint32_t word(const fake_launch_t *launch, int index)
+{
+    uint32_t value;
+    memcpy(&value, launch->values[index], sizeof(value));
+    return value;
+}
+
+static void run_nothing(const fake_launch_t *launch)
+{
+}
+static void run_scheduler(const fake_launch_t *launch)
+{
+    table = address(launch);
+}
+static void run_post(const fake_launch_t *launch)
+{
+    PROTOCOL_STORE_RELEASE((uint32_t *)address(launch), word(launch, 1));
+}
+/* An order to the AtnAgent's resident kernel is answered at once. */
+static void run_transport_post(const fake_launch_t *launch)
+{
+    run_post(launch);
+    for (uint32_t i = 0; relay && i < TRANSPORT_RESIDENT_SLOTS; i++)
+        if (address(launch) == &relay->slot[i].wanted)
+            PROTOCOL_STORE_RELEASE(&relay->slot[i].now, word(launch, 1));
+}
+static void run_slot_describe(const fake_launch_t *launch)
+{
+    transport_slot_t value, *slot = address(launch);
+    memcpy(&value, launch->values[1], sizeof(value));
+    memcpy(slot, &value, offsetof(transport_slot_t, pad0));
+    PROTOCOL_STORE_RELEASE(&slot->now, value.wanted);
+}
+static void run_relay(const fake_launch_t *launch)
+{
+    relay = address(launch);
+    PROTOCOL_STORE_RELEASE(&relay->running, 1u);
+}
+static void run_describe(const fake_launch_t *launch)
+{
+    stage_instance_t *entry = address(launch);
+    memcpy(&entry->about, launch->values[1], sizeof(entry->about));
+    entry->wanted = entry->now = word(launch, 2);
+}
+static void run_page_start(const fake_launch_t *launch)
+{
+    memset(address(launch), 0, sizeof(stage_page_t));
+    memcpy(address(launch), launch->values[1], sizeof(stage_head_t));
+}
+static void run_arena_start(const fake_launch_t *launch)
+{
+    memcpy(address(launch), launch->values[1], sizeof(mailbox_arena_t));
+}
+static void run_close(const fake_launch_t *launch)
+{
+    mailbox_close(address(launch), word(launch, 1));
+}
+static void run_live_write(const fake_launch_t *launch)
+{
+    memcpy(address(launch), launch->values[1], sizeof(transport_live_t));
+}
+
+static const fake_kernel_t known[] = {
+    {"stage_scheduler", run_scheduler, {8, 8}},
+    {"stage_post", run_post, {8, 4}},
+    {"stage_describe", run_describe, {8, sizeof(stage_about_t), 4}},
+    {"stage_page_start", run_page_start, {8, sizeof(stage_head_t)}},
+    {"stage_close", run_close, {8, 4}},
+    {"stage_relay", run_relay, {8, 8, 8}},
+    {"transport_post", run_transport_post, {8, 4}},
+    {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
+    {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
+    {"transport_close", run_close, {8, 4}},
+    {"transport_live_write", run_live_write, {8, sizeof(transport_live_t)}},
+};
+static fake_kernel_t others[NAMES_MAX];
+static uint32_t other_count;
+
+static bool is_busy(cuda_stream_t stream)
+{
+    if (relay && stream == relay_stream)
+        return !PROTOCOL_LOAD_ACQUIRE(&relay->stop);
+    return table && stream == scheduler_stream && !PROTOCOL_LOAD_ACQUIRE(&table->stop) &&
+           !PROTOCOL_LOAD_ACQUIRE(&table->shutdown);
+}
+
+static int fake_cuModuleGetFunction(cuda_function_t *function, cuda_module_handle_t module,
+                                    const char *name)
+{
+    const fake_kernel_t *found = NULL;
+    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++)
+        if (!strcmp(known[i].name, name))
+            found = &known[i];
+    if (!found) {
+        if (other_count == NAMES_MAX)
+            return CUDA_RESULT_NOT_FOUND;
+        others[other_count] = (fake_kernel_t){strdup(name), run_nothing, {0}};
+        found = &others[other_count++];
+    }
+    *function = (cuda_function_t)(uintptr_t)found;
+    return 0;
+}
+
+static int fake_cuLaunchKernel(cuda_function_t function, unsigned gx, unsigned gy, unsigned gz,
+                               unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                               cuda_stream_t stream, void **parameters, void **extra)
+{
+    if (((const fake_kernel_t *)function)->run == run_scheduler)
+        scheduler_stream = stream;
+    if (((const fake_kernel_t *)function)->run == run_relay)
+        relay_stream = stream;
+    return base_cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra);
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+    fake_reset(NULL, 0);
+    fake.devices = 4;
+    fake.busy = is_busy;
+}
+
+#define X(name, exported, parameters)                                                              \
+    __attribute__((visibility("default"), alias("fake_" #name))) int exported parameters;
+CUDA_DRIVER_FUNCTIONS(X)
+#undef X
