@@ -100,9 +100,8 @@ class Source:
         ]
 
 
-def workload(traces, rates, load, seconds):
+def workload(sources, rates, load, seconds):
     """[(seconds, body)] of all phases, in order of time."""
-    sources = {m: Source(m, traces[half], part) for m, (half, part) in SOURCES.items()}
     requests = []
     for number, hot in enumerate(PHASES):
         for model, source in sources.items():
@@ -236,12 +235,20 @@ def quantile(values, part):
 
 
 class Outcome:
-    """One policy under one load."""
+    """One policy under one load, all rounds."""
 
-    def __init__(self, policy, load, seconds, targets, requests, answers, sampler):
-        self.policy, self.load, self.seconds = policy, load, seconds
-        self.rows, self.peak, self.pool = sampler.rows, sampler.peak(), sampler.pool
-        self.answers = [(body, answer) for (_, body), answer in zip(requests, answers, strict=True)]
+    def __init__(self, policy, load):
+        self.policy, self.load = policy, load
+        self.name = f"load{load * 100:.0f}.{policy}"
+        self.seconds, self.peak, self.pool, self.rows, self.answers = 0.0, 0, 0, [], []
+
+    def add(self, requests, answers, sampler, seconds):
+        self.answers += [(body, answer) for (_, body), answer in zip(requests, answers, strict=True)]
+        self.rows += [(at + self.seconds, row) for at, row in sampler.rows if at <= seconds]
+        self.peak, self.pool = max(self.peak, sampler.peak()), sampler.pool
+        self.seconds += seconds
+
+    def count(self, targets):
         ended = [(b, a) for b, a in self.answers if a.finished]
         self.served = [(b, a) for b, a in ended if len(a.ids) == b["sampling_params"]["max_new_tokens"]]
         self.cut = len(ended) - len(self.served)  # by the context that its cache allows
@@ -249,21 +256,35 @@ class Outcome:
         self.unfinished = len(self.answers) - len(ended) - self.refused
         self.good = [(b, a) for b, a in self.served if keeps(a, targets[b["model"]])]
         self.late = len(self.served) - len(self.good)
-        self.goodput, self.offered = len(self.good) / seconds, len(self.answers) / seconds
-        self.name = f"load{load * 100:.0f}.{policy}"
+        self.goodput, self.offered = len(self.good) / self.seconds, len(self.answers) / self.seconds
 
 
 def keeps(answer, target):
     return answer.times[0] * 1e3 <= target["ttft"] and tbt(answer) * 1e3 <= target["tbt"]
 
 
-def measure(policy, load, requests, memory, targets, seconds):
+def measure(outcome, requests, memory, targets, seconds):
+    policy = outcome.policy
     with system(*(("static", "256MiB") if policy == AMPLE else (policy, memory)), targets) as running:
         pool = running.state()["kv"]["pools"][0]["bytes"]
         with Sampler(running, pool) as sampler:
             answers = open_client.replay(running.gateway_port, requests, PATIENCE)
         running.stop()
-    return Outcome(policy, load, seconds, targets, requests, answers, sampler)
+    outcome.add(requests, answers, sampler, seconds)
+
+
+def run_load(load, traces, rates, memory, targets, seconds, rounds):
+    """The Outcomes of one load, in the order of POLICIES. What else this machine does changes from minute
+    to minute, so the policies take turns, and begin with another one in each round."""
+    sources = {m: Source(m, traces[half], part) for m, (half, part) in SOURCES.items()}
+    outcomes = [Outcome(policy, load) for policy in POLICIES]
+    for turn in range(rounds):
+        requests = workload(sources, rates, load, seconds)
+        for outcome in outcomes[:: -1 if turn % 2 else 1]:
+            measure(outcome, requests, memory, targets, seconds * len(PHASES))
+    for outcome in outcomes:
+        outcome.count(targets)
+    return outcomes
 
 
 def wrong_tokens(fixed, moved):
@@ -338,16 +359,14 @@ def main():
         print(f"goodput is left out: {arguments.traces} has no {', '.join(missing)}; --traces names the folder")
         sys.exit(0)
     traces = {half: read_trace(arguments.traces, half) for half in halves}
-    seconds, count = (1.5, 16) if arguments.quick else (3.0, 48)
+    seconds, rounds, count = (1.5, 1, 16) if arguments.quick else (2.0, 2, 48)
     targets = calibrate_targets(traces, count)
     memory, token = memory_for(int(POOL_CONTEXTS * CONTEXT))
     rates = calibrate_rates(traces, memory, targets, 2 * count)
-    whole = seconds * len(PHASES)
-    print(f"{len(PHASES)} phases of {seconds:g} s; a pool of {POOL_CONTEXTS:g} contexts; {token} bytes a token", flush=True)
+    print(f"{rounds} rounds of {len(PHASES)} phases of {seconds:g} s; a pool of {POOL_CONTEXTS:g} contexts; {token} bytes a token", flush=True)
     runs, more = [], []
     for load in LOADS:
-        requests = workload(traces, rates, load, seconds)
-        runs.append([measure(policy, load, requests, memory, targets, whole) for policy in POLICIES])
+        runs.append(run_load(load, traces, rates, memory, targets, seconds, rounds))
         results.show(rows_of_load(runs[-1]))
         more += rows_of_load(runs[-1])
     more.append(exactness(runs))

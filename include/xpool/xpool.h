@@ -256,8 +256,11 @@ typedef struct xpool_kv_info {
     uint32_t reserved_tokens;              /* slots of the range: a multiple of it */
     uint32_t floor_tokens, ceiling_tokens; /* of now; `xpool kv set` changes them */
     uint32_t mapped_tokens;
-    int32_t
-        bell; /* a descriptor that is readable after each command, -1: none; see xpool_kv_poll */
+    int32_t bell; /* a descriptor that is readable after each command, and when a refusal, a ceiling
+                     or admit_tokens has changed; -1: none. xpool_kv_poll empties it */
+    /* New prefills wait while live requests would come to hold more: others need the memory that
+     * the group has. UINT32_MAX: they need not. */
+    uint32_t admit_tokens;
 } xpool_kv_info_t;
 XPOOL_API xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out);
 
@@ -273,9 +276,8 @@ typedef struct xpool_kv_command {
     uint32_t tokens; /* slots, whole bundles; never 0 */
     uint32_t trim;   /* 1: drop the whole prefix cache first */
 } xpool_kv_command_t;
-/* The command that is due at scheduler step `step`; XPOOL_RETRY when there is none, which costs one
- * load. `least_tokens`: slots that all live requests need, were they moved together. Empties the
- * bell. */
+/* The command that is due at scheduler step `step`; XPOOL_RETRY when there is none.
+ * `least_tokens`: slots that all live requests need, were they moved together. Empties the bell. */
 XPOOL_API xpool_status_t xpool_kv_poll(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
                                        xpool_kv_command_t *command_out);
 /* Answers a command: slots from `tokens` on, rounded up to whole bundles, are in nobody's use here,

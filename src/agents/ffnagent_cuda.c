@@ -183,6 +183,7 @@ static xp_status_t load_job(void *context)
         .buffer_rows = planner_cuda_buffer_rows(self->plan),
         .memory_bytes = self->memory_bytes > taken ? self->memory_bytes - taken : 1,
         .resident = !shared(self),
+        .shared_role = shared(self),
         .library = true,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,
         .cpu = -1};

@@ -32,7 +32,6 @@
 #define INSTANCE_HOST   "127.0.0.1"
 #define QUEUE_PER_ROW   8 /* waiting requests allowed for each decode row */
 #define QUEUE_LEAST     128
-#define KV_DESCRIPTORS  3                    /* channel, the daemon's bell, this rank's bell */
 #define FLUSH_NS        (500 * XP_NS_PER_MS) /* for the last words of aborted requests */
 
 typedef struct instance {
@@ -90,12 +89,6 @@ static xp_status_t ffn_call(void *context, uint32_t layer, uint32_t rows, uint32
 /* ---- elastic KV -------------------------------------------------------------------------------
  */
 
-static uint64_t kv_room(void *context)
-{
-    const uint64_t bytes = config_machine_memory("/proc", "/sys/fs/cgroup");
-    return bytes ? bytes : UINT64_MAX; /* 0: not known */
-}
-
 /* The daemon has written a command: the engine may be asleep. */
 static void on_kv(evutil_socket_t fd, short events, void *context)
 {
@@ -142,7 +135,7 @@ static xp_status_t load_job(void *context)
         .max_context = self->admitted.max_context,
         .kv_tokens = self->admitted.kv_tokens,
         .kv_rank = self->kv_rank.channel ? &self->kv_rank : NULL,
-        .kv_room_bytes = kv_room,
+        .kv_room_bytes = config_machine_room,
         .prefix_cache = true,
         .queue_limit = model->decode_rows * QUEUE_PER_ROW > QUEUE_LEAST
                            ? model->decode_rows * QUEUE_PER_ROW

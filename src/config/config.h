@@ -161,4 +161,6 @@ const config_device_t *config_device_find(const config_t *config, bool ffn_role,
 /* machine.c: memory that processes started now could take, in bytes, read below these roots
  * ("/proc", "/sys/fs/cgroup"). 0 when unknown. */
 uint64_t config_machine_memory(const char *proc_root, const char *cgroup_root);
+/* The same of this machine, for who asks before it takes; UINT64_MAX when unknown. */
+uint64_t config_machine_room(void *unused);
 #endif

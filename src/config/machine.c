@@ -135,3 +135,9 @@ uint64_t config_machine_memory(const char *proc_root, const char *cgroup_root)
         return room == UINT64_MAX ? 0 : room;
     return available < room ? available : room;
 }
+
+uint64_t config_machine_room(void *unused)
+{
+    const uint64_t bytes = config_machine_memory("/proc", "/sys/fs/cgroup");
+    return bytes ? bytes : UINT64_MAX;
+}

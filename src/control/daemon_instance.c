@@ -333,11 +333,11 @@ static void admit(daemon_instance_t *instance, uint32_t index)
     admitted->submission_timeout_ns = daemon->planned->plan.submission_timeout_ns;
     rank->state = RANK_ADMITTED;
     daemon_plane_greet(rank->participant);
-    int kv_fds[3];
+    int kv_fds[KV_DESCRIPTORS];
     daemon_kv_admit(daemon, instance->index, index, rank->participant->pid, admitted, kv_fds);
     /* An engine whose KV Cache is fixed gets no channel. */
     bool channel = planner_kv_elastic(daemon->planned, configured(instance));
-    wire_channel_send(rank->participant->channel, &envelope, kv_fds, channel ? 3 : 0);
+    wire_channel_send(rank->participant->channel, &envelope, kv_fds, channel ? KV_DESCRIPTORS : 0);
 }
 
 void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello *hello)

@@ -28,15 +28,15 @@ static void work(daemon_kv_t *kv);
 
 static uint32_t group_of(const daemon_kv_t *kv, uint32_t partition)
 {
-    return kv->channel->partitions[partition].group;
+    return kv->market.plan.partitions[partition].group;
 }
 
 static void describe(const daemon_kv_t *kv, uint32_t group, char *out, size_t size)
 {
-    const kv_group_entry_t *entry = &kv->channel->groups[group];
-    const config_model_t *model = &kv->daemon->config->models[entry->instance];
+    const kv_group_entry_t *plan = &kv->market.plan.groups[group];
+    const config_model_t *model = &kv->daemon->config->models[plan->instance];
     if (model->attention_dp > 1)
-        snprintf(out, size, "model %s, attention DP rank %u", model->id, entry->dp_rank);
+        snprintf(out, size, "model %s, attention DP rank %u", model->id, plan->dp_rank);
     else
         snprintf(out, size, "model %s", model->id);
 }
@@ -65,9 +65,9 @@ static bool may_hold(const daemon_kv_t *kv, uint32_t partition)
 /* The group's bytes return once none of its processes is left. */
 static void end_group_if_alone(daemon_kv_t *kv, uint32_t group)
 {
-    const kv_group_entry_t *entry = &kv->channel->groups[group];
-    for (uint32_t m = 0; m < entry->partition_count; m++)
-        if (kv->processes[entry->first_partition + m].held)
+    const kv_group_entry_t *plan = &kv->market.plan.groups[group];
+    for (uint32_t m = 0; m < plan->partition_count; m++)
+        if (kv->processes[plan->first_partition + m].held)
             return;
     kv_market_end(&kv->market, group);
 }
@@ -111,7 +111,7 @@ bool daemon_kv_vacant(daemon_t *daemon, uint32_t model)
 }
 
 void daemon_kv_admit(daemon_t *daemon, uint32_t model, uint32_t rank, pid_t pid,
-                     xpw_Admitted *admitted_out, int fds_out[3])
+                     xpw_Admitted *admitted_out, int fds_out[KV_DESCRIPTORS])
 {
     daemon_kv_t *kv = daemon->kv;
     uint32_t partition = planner_kv_partition(daemon->planned, model, rank);
@@ -154,9 +154,9 @@ void daemon_kv_leave(daemon_t *daemon, uint32_t model, uint32_t rank, bool gone)
 
 static void ring(daemon_kv_t *kv, uint32_t group)
 {
-    const kv_group_entry_t *entry = &kv->channel->groups[group];
-    for (uint32_t m = 0; m < entry->partition_count; m++)
-        kv_bell_ring(kv->bells[entry->first_partition + m]);
+    const kv_group_entry_t *plan = &kv->market.plan.groups[group];
+    for (uint32_t m = 0; m < plan->partition_count; m++)
+        kv_bell_ring(kv->bells[plan->first_partition + m]);
 }
 
 static void log_commands(const daemon_kv_t *kv)
@@ -186,7 +186,7 @@ static void take_faults(daemon_kv_t *kv, const kv_market_step_t *step)
 {
     bool failed[CONFIG_MAX_MODELS] = {false};
     const char *texts[CONFIG_MAX_MODELS] = {NULL};
-    for (uint32_t g = 0; g < kv->channel->group_count; g++) {
+    for (uint32_t g = 0; g < kv->market.plan.group_count; g++) {
         if (step->faults[g] == KV_FAULT_NONE)
             continue;
         char who[160];
@@ -196,8 +196,8 @@ static void take_faults(daemon_kv_t *kv, const kv_market_step_t *step)
                         kv->daemon->config->deadlines.kv);
             continue;
         }
-        failed[kv->channel->groups[g].instance] = true;
-        texts[kv->channel->groups[g].instance] = step->fault_text[g];
+        failed[kv->market.plan.groups[g].instance] = true;
+        texts[kv->market.plan.groups[g].instance] = step->fault_text[g];
     }
     for (uint32_t m = 0; m < kv->daemon->config->model_count; m++)
         if (failed[m])
@@ -217,7 +217,7 @@ static void work(daemon_kv_t *kv)
         kv->again = false;
         kv_market_step(&kv->market, now_ns, &kv->step);
         xp_failpoint("kv.daemon.commanded");
-        for (uint32_t g = 0; g < kv->channel->group_count; g++)
+        for (uint32_t g = 0; g < kv->market.plan.group_count; g++)
             if (kv->step.ring[g])
                 ring(kv, g);
         log_commands(kv);
@@ -323,14 +323,14 @@ void daemon_kv_stop(daemon_t *daemon)
 
 static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *ask)
 {
-    for (uint32_t g = 0; g < kv->channel->group_count; g++) {
-        const kv_group_entry_t *entry = &kv->channel->groups[g];
-        if (entry->instance != model)
+    for (uint32_t g = 0; g < kv->market.plan.group_count; g++) {
+        const kv_group_entry_t *plan = &kv->market.plan.groups[g];
+        if (plan->instance != model)
             continue;
-        uint32_t floor = PROTOCOL_LOAD_RELAXED(&entry->floor_bundles);
-        /* As it was set: what the entry says may be less, for the floors of others. */
+        /* As they were set: what the channel says of the ceiling may be less. */
+        uint32_t floor = kv->market.snapshot.groups[g].floor_wanted;
         uint32_t ceiling = kv->market.snapshot.groups[g].ceiling_bundles;
-        uint32_t unit = entry->bundle_tokens;
+        uint32_t unit = plan->bundle_tokens;
         if (ask->has_floor)
             floor = (uint32_t)(((uint64_t)ask->floor_tokens + unit - 1) / unit);
         if (ask->has_ceiling)
@@ -343,8 +343,8 @@ static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *a
 static xp_status_t trim_models(daemon_kv_t *kv, const config_model_t *model, uint32_t *done_out)
 {
     uint32_t done = 0;
-    for (uint32_t g = 0; g < kv->channel->group_count; g++) {
-        if (model && &kv->daemon->config->models[kv->channel->groups[g].instance] != model)
+    for (uint32_t g = 0; g < kv->market.plan.group_count; g++) {
+        if (model && &kv->daemon->config->models[kv->market.plan.groups[g].instance] != model)
             continue;
         xp_status_t status = kv_market_trim(&kv->market, g);
         if (status != XP_OK && model)

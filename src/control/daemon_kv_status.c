@@ -48,7 +48,7 @@ xp_status_t daemon_kv_records_write(daemon_kv_t *kv, int *fd_out, uint64_t *byte
  */
 
 typedef struct group_view {
-    const kv_group_entry_t *entry;
+    const kv_group_entry_t *plan;
     const kv_market_group_t *state;
     const kv_policy_group_t *book;
     uint64_t backed_tokens, used_tokens, cached_tokens, floor_tokens, ceiling_tokens;
@@ -59,12 +59,12 @@ typedef struct group_view {
 
 static group_view_t view_of(const daemon_kv_t *kv, uint32_t g)
 {
-    const kv_group_entry_t *entry = &kv->channel->groups[g];
+    const kv_group_entry_t *entry = &kv->channel->groups[g], *plan = &kv->market.plan.groups[g];
     const kv_market_group_t *state = &kv->market.groups[g];
     const kv_policy_group_t *book = &kv->market.snapshot.groups[g];
-    const xpw_InstanceStats *stats = &kv->daemon->instances[entry->instance].stats;
-    uint64_t now_ns = xp_monotonic_ns(), unit = entry->bundle_tokens;
-    group_view_t view = {.entry = entry,
+    const xpw_InstanceStats *stats = &kv->daemon->instances[plan->instance].stats;
+    uint64_t now_ns = xp_monotonic_ns(), unit = plan->bundle_tokens;
+    group_view_t view = {.plan = plan,
                          .state = state,
                          .book = book,
                          .backed_tokens = book->mapped_bundles * unit,
@@ -72,10 +72,10 @@ static group_view_t view_of(const daemon_kv_t *kv, uint32_t g)
                          .cached_tokens = state->report.cached_tokens,
                          .floor_tokens = PROTOCOL_LOAD_RELAXED(&entry->floor_bundles) * unit,
                          .ceiling_tokens = PROTOCOL_LOAD_RELAXED(&entry->ceiling_bundles) * unit,
-                         .token_bytes = entry->token_bytes * entry->partition_count,
+                         .token_bytes = plan->token_bytes * plan->partition_count,
                          .demand = book->present && kv_policy_need(book) > 0 &&
                                    !kv_policy_only_cache(book)};
-    if (!entry->elastic && kv->daemon->instances[entry->instance].state == INSTANCE_SERVING) {
+    if (!plan->elastic && kv->daemon->instances[plan->instance].state == INSTANCE_SERVING) {
         /* A fixed one reports by its engine's statistics, if at all. */
         view.backed_tokens = view.ceiling_tokens;
         if (state->report.live_tokens == 0 && state->report.cached_tokens == 0) {
@@ -104,7 +104,7 @@ static json_t *demand_json(const daemon_kv_t *kv, uint32_t g, const group_view_t
                      view->book->demand_kind == KV_DEMAND_DECODE    ? "decode"
                      : view->book->demand_kind == KV_DEMAND_PREFILL ? "prefill"
                                                                     : "floor",
-                     "tokens", (json_int_t)kv_policy_need(view->book) * view->entry->bundle_tokens,
+                     "tokens", (json_int_t)kv_policy_need(view->book) * view->plan->bundle_tokens,
                      "age_ms", (double)view->demand_age_ns / 1e6, "due_ms",
                      deadline_ns > now_ns ? (double)(deadline_ns - now_ns) / 1e6
                                           : -(double)(now_ns - deadline_ns) / 1e6,
@@ -117,7 +117,7 @@ static json_t *last_json(const group_view_t *view)
     if (state->sequence == 0)
         return json_null();
     return json_pack("{s:I, s:I, s:s, s:b, s:f}", "sequence", (json_int_t)state->sequence, "tokens",
-                     (json_int_t)state->last.bundles * view->entry->bundle_tokens, "reason",
+                     (json_int_t)state->last.bundles * view->plan->bundle_tokens, "reason",
                      kv_policy_reason_name(state->last.reason), "answered", view->book->answered,
                      "longest_answer_ms", (double)state->longest_answer_ns / 1e6);
 }
@@ -131,13 +131,13 @@ static json_t *group_json(const daemon_kv_t *kv, uint32_t g)
         json_array_append_new(devices, json_string(daemon->config->atn[view.book->pools[m]].name));
     return json_pack(
         "{s:s, s:i, s:o, s:s, s:b, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:b, s:I, s:I}",
-        "model", daemon->config->models[view.entry->instance].id, "dp_rank",
-        (int)view.entry->dp_rank, "devices", devices, "state",
-        !view.entry->elastic && view.state->state == KV_MARKET_STARTING
+        "model", daemon->config->models[view.plan->instance].id, "dp_rank", (int)view.plan->dp_rank,
+        "devices", devices, "state",
+        !view.plan->elastic && view.state->state == KV_MARKET_STARTING
             ? "fixed" /* its engine has no part in the market */
             : kv_market_state_name(view.state->state),
-        "elastic", view.entry->elastic != 0, "bundle_tokens", (json_int_t)view.entry->bundle_tokens,
-        "bundle_bytes", (json_int_t)view.entry->bundle_bytes, "backed",
+        "elastic", view.plan->elastic != 0, "bundle_tokens", (json_int_t)view.plan->bundle_tokens,
+        "bundle_bytes", (json_int_t)view.plan->bundle_bytes, "backed",
         size_json(view.backed_tokens, view.token_bytes), "used",
         size_json(view.used_tokens, view.token_bytes), "cached",
         size_json(view.cached_tokens, view.token_bytes), "floor",
@@ -159,7 +159,7 @@ json_t *daemon_kv_json(const daemon_t *daemon)
 {
     const daemon_kv_t *kv = daemon->kv;
     json_t *pools = json_array(), *groups = json_array();
-    for (uint32_t p = 0; p < kv->channel->pool_count; p++) {
+    for (uint32_t p = 0; p < kv->market.plan.pool_count; p++) {
         uint64_t bytes = kv->market.snapshot.pool_bytes[p];
         uint64_t charged = kv_market_charged_bytes(&kv->market, p);
         json_array_append_new(
@@ -167,7 +167,7 @@ json_t *daemon_kv_json(const daemon_t *daemon)
                              (json_int_t)bytes, "charged_bytes", (json_int_t)charged, "free_bytes",
                              (json_int_t)(bytes - charged)));
     }
-    for (uint32_t g = 0; g < kv->channel->group_count; g++)
+    for (uint32_t g = 0; g < kv->market.plan.group_count; g++)
         json_array_append_new(groups, group_json(kv, g));
     return json_pack("{s:s, s:o, s:o, s:I}", "policy", mode_name(kv->market.settings.mode), "pools",
                      pools, "groups", groups, "commands", (json_int_t)kv->market.decision_count);
@@ -178,8 +178,8 @@ json_t *daemon_kv_model_json(const daemon_t *daemon, uint32_t model)
     const daemon_kv_t *kv = daemon->kv;
     uint64_t backed = 0, used = 0, cached = 0, floor = 0, ceiling = 0, bytes = 0;
     bool elastic = false, waits = false;
-    for (uint32_t g = 0; g < kv->channel->group_count; g++) {
-        if (kv->channel->groups[g].instance != model)
+    for (uint32_t g = 0; g < kv->market.plan.group_count; g++) {
+        if (kv->market.plan.groups[g].instance != model)
             continue;
         group_view_t view = view_of(kv, g);
         backed += view.backed_tokens;
@@ -188,7 +188,7 @@ json_t *daemon_kv_model_json(const daemon_t *daemon, uint32_t model)
         floor += view.floor_tokens;
         ceiling += view.ceiling_tokens;
         bytes += view.backed_tokens * view.token_bytes;
-        elastic = elastic || view.entry->elastic;
+        elastic = elastic || view.plan->elastic;
         waits = waits || view.demand;
     }
     return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:b}", "backed_tokens",
@@ -210,7 +210,7 @@ void daemon_kv_metrics(const daemon_t *daemon, struct evbuffer *out)
 {
     const daemon_kv_t *kv = daemon->kv;
     head(out, "xpool_kv_pool_bytes", "gauge", "Bytes of a KV Capacity Pool, all, charged and free");
-    for (uint32_t p = 0; p < kv->channel->pool_count; p++) {
+    for (uint32_t p = 0; p < kv->market.plan.pool_count; p++) {
         uint64_t bytes = kv->market.snapshot.pool_bytes[p];
         uint64_t charged = kv_market_charged_bytes(&kv->market, p);
         const char *device = daemon->config->atn[p].name;
@@ -240,7 +240,7 @@ void daemon_kv_metrics(const daemon_t *daemon, struct evbuffer *out)
     };
     for (size_t i = 0; i < sizeof(metrics) / sizeof(metrics[0]); i++) {
         head(out, metrics[i].name, metrics[i].kind, metrics[i].help);
-        for (uint32_t g = 0; g < kv->channel->group_count; g++) {
+        for (uint32_t g = 0; g < kv->market.plan.group_count; g++) {
             group_view_t view = view_of(kv, g);
             const double values[] = {
                 (double)view.backed_tokens,
@@ -249,7 +249,7 @@ void daemon_kv_metrics(const daemon_t *daemon, struct evbuffer *out)
                 (double)view.floor_tokens,
                 (double)view.ceiling_tokens,
                 (double)view.token_bytes,
-                view.demand ? (double)kv_policy_need(view.book) * view.entry->bundle_tokens : 0,
+                view.demand ? (double)kv_policy_need(view.book) * view.plan->bundle_tokens : 0,
                 (double)view.demand_age_ns / 1e9,
                 view.book->squeezed,
                 (double)view.state->grants,
@@ -258,8 +258,8 @@ void daemon_kv_metrics(const daemon_t *daemon, struct evbuffer *out)
                 (double)view.state->longest_answer_ns / 1e9,
             };
             evbuffer_add_printf(out, "%s{model=\"%s\",dp_rank=\"%u\"} %.17g\n", metrics[i].name,
-                                daemon->config->models[view.entry->instance].id,
-                                view.entry->dp_rank, values[i]);
+                                daemon->config->models[view.plan->instance].id, view.plan->dp_rank,
+                                values[i]);
         }
     }
 }

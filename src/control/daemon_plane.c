@@ -310,6 +310,8 @@ static void ask_atnagents(daemon_instance_t *instance, uint32_t members)
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         const daemon_participant_t *agent =
             daemon->atn[plan_of(plane, instance->index)->rank_atn[r]];
+        if (!agent)
+            return; /* it died meanwhile: the Generation is at its end */
         own->asked |= (uint64_t)1 << (PLANE_ATN_BIT + r);
         for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
             if (members & 1u << f)
@@ -426,13 +428,14 @@ static uint32_t contributors(const fabric_plan_instance_t *instance, uint32_t ff
     return others;
 }
 
-/* Partials reach the other members when both sides are there, whoever came last. */
-static void hand_partials(daemon_plane_t *plane, uint32_t instance, uint32_t ffn)
+/* Whoever has offered its own stage can map the partials of others; before that it still loads. */
+static void hand_partials(daemon_plane_t *plane, uint32_t instance, uint32_t first, uint32_t member)
 {
-    uint32_t others = contributors(plan_of(plane, instance), ffn);
-    for (uint32_t f = 0; f < plane->daemon->config->ffn_count; f++)
-        if ((others & 1u << f) && plane->daemon->ffn[f])
-            send_stage(plane, plane->daemon->ffn[f], xpw_StageKind_STAGE_PARTIALS, instance, ffn);
+    if ((contributors(plan_of(plane, instance), first) & 1u << member) &&
+        plane->partials[first][instance] >= 0 && plane->stages[member][instance] >= 0 &&
+        plane->daemon->ffn[member])
+        send_stage(plane, plane->daemon->ffn[member], xpw_StageKind_STAGE_PARTIALS, instance,
+                   first);
 }
 
 static void on_stage_offer(daemon_participant_t *agent, const xpw_StageOffer *offer,
@@ -457,10 +460,13 @@ static void on_stage_offer(daemon_participant_t *agent, const xpw_StageOffer *of
         return;
     }
     *place = wire_descriptors_take(fds, 0);
-    if (offer->kind == xpw_StageKind_STAGE_PARTIALS)
-        hand_partials(plane, offer->instance, agent->index);
-    else
-        daemon_plane_try_attach(&daemon->instances[offer->instance]);
+    for (uint32_t f = 0; !relay && f < daemon->config->ffn_count; f++) {
+        if (offer->kind == xpw_StageKind_STAGE_PARTIALS)
+            hand_partials(plane, offer->instance, agent->index, f);
+        else
+            hand_partials(plane, offer->instance, f, agent->index);
+    }
+    daemon_plane_try_attach(&daemon->instances[offer->instance]);
 }
 
 /* ---- messages ---------------------------------------------------------------------------------

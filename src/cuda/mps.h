@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A private MPS controller for one attention device, owned by the daemon. Host only: needs no
+ * A private MPS controller for the GPUs of one system, owned by the daemon. Host only: needs no
  * driver.
  *
  * Everything lies under <root>/<name>/ (root: /tmp/xpool-mps-<uid>, 0700, ours): pipe/ and log/ for
@@ -29,8 +29,8 @@
 
 typedef struct mps_options {
     const char *root;    /* NULL: /tmp/xpool-mps-<uid> */
-    const char *name;    /* of the device, e.g. "cuda-0"; the folder's name */
-    const char *devices; /* CUDA_VISIBLE_DEVICES of the controller: one ordinal or UUID */
+    const char *name;    /* e.g. "cuda-0"; the folder's name */
+    const char *devices; /* CUDA_VISIBLE_DEVICES of the controller: ordinals or UUIDs */
     const char *program; /* NULL: nvidia-cuda-mps-control on PATH */
     const char *proc;    /* NULL: /proc; for tests */
     uint64_t start_limit_ns, command_limit_ns, stop_limit_ns; /* 0: 10 s, 5 s, 10 s */

@@ -190,11 +190,11 @@ void kv_channel_unmap(kv_channel_t *channel)
     xp_memfd_unmap(channel);
 }
 
-void kv_channel_reset_group(kv_channel_t *channel, uint32_t group)
+void kv_channel_reset_group(kv_channel_t *channel, const kv_group_entry_t *plan, uint32_t group)
 {
     kv_group_entry_t *entry = &channel->groups[group];
-    for (uint32_t p = 0; p < entry->partition_count; p++) {
-        kv_partition_entry_t *partition = &channel->partitions[entry->first_partition + p];
+    for (uint32_t p = 0; p < plan->partition_count; p++) {
+        kv_partition_entry_t *partition = &channel->partitions[plan->first_partition + p];
         PROTOCOL_STORE_RELAXED(&partition->state, (uint32_t)KV_PARTITION_ABSENT);
         PROTOCOL_STORE_RELAXED(&partition->bundle_tokens, 0u);
         PROTOCOL_STORE_RELAXED(&partition->bundle_bytes, (uint64_t)0);

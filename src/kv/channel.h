@@ -65,6 +65,7 @@
 #define KV_SWITCH_STEPS   2 /* from the step in which the leader publishes to the one it names */
 #define KV_NO_DEADLINE    UINT64_MAX
 #define KV_LINE           64
+#define KV_DESCRIPTORS    3 /* that travel with Admitted */
 
 /* ---- cells ------------------------------------------------------------------------------------
  */
@@ -284,8 +285,9 @@ xp_status_t kv_channel_create(uint64_t generation, const uint64_t *pool_bytes, u
 xp_status_t kv_channel_map(int fd, uint32_t partition, kv_channel_t **channel_out);
 void kv_channel_unmap(kv_channel_t *channel); /* accepts NULL */
 /* The daemon, when no rank of the group is left: the ranks' cells and the report are as new. It
- * then publishes sequence 1 for whoever starts next. */
-void kv_channel_reset_group(kv_channel_t *channel, uint32_t group);
+ * then publishes sequence 1 for whoever starts next. `plan`: the group's constant part as the
+ * daemon made it; that of the channel may have been written by anyone. */
+void kv_channel_reset_group(kv_channel_t *channel, const kv_group_entry_t *plan, uint32_t group);
 
 /* ---- geometry ---------------------------------------------------------------------------------
  */

@@ -16,9 +16,16 @@ static kv_policy_group_t *book(kv_market_t *market, uint32_t group)
     return &market->snapshot.groups[group];
 }
 
+/* What the two sides tell each other. */
 static kv_group_entry_t *entry_of(kv_market_t *market, uint32_t group)
 {
     return &market->channel->groups[group];
+}
+
+/* What never changes. */
+static const kv_group_entry_t *plan_of(const kv_market_t *market, uint32_t group)
+{
+    return &market->plan.groups[group];
 }
 
 const char *kv_market_state_name(kv_market_state_t state)
@@ -32,6 +39,7 @@ void kv_market_init(kv_market_t *market, kv_channel_t *channel,
 {
     memset(market, 0, sizeof(*market));
     market->channel = channel;
+    market->plan = *channel;
     market->settings = *settings;
     kv_policy_snapshot_t *snapshot = &market->snapshot;
     snapshot->patience_ns = settings->patience_ns;
@@ -73,7 +81,7 @@ static uint32_t wanted_floor(const kv_policy_group_t *group)
 uint32_t kv_market_possible_bundles(const kv_market_t *market, uint32_t group)
 {
     const kv_policy_snapshot_t *snapshot = &market->snapshot;
-    uint64_t most = market->channel->groups[group].reserved_bundles;
+    uint64_t most = plan_of(market, group)->reserved_bundles;
     for (uint32_t p = 0; p < snapshot->pool_count; p++) {
         uint64_t unit = kv_policy_bundle_on(&snapshot->groups[group], p), left;
         if (!unit)
@@ -119,7 +127,7 @@ void kv_market_start(kv_market_t *market, uint32_t g, uint32_t bundles)
     XP_ASSERT(state->state == KV_MARKET_ABSENT && group->mapped_bundles == 0);
     /* What was granted to the former Instance is no merit of the new one. */
     group->granted_ns = 0;
-    kv_channel_reset_group(market->channel, g);
+    kv_channel_reset_group(market->channel, plan_of(market, g), g);
     state->state = KV_MARKET_STARTING;
     state->sequence = 0;
     kv_policy_command_t first = {.group = g,
@@ -216,17 +224,17 @@ static bool read_completions(kv_market_t *market, uint32_t g, uint64_t now_ns,
 {
     kv_market_group_t *state = &market->groups[g];
     kv_policy_group_t *group = book(market, g);
-    const kv_group_entry_t *entry = entry_of(market, g);
+    const kv_group_entry_t *plan = plan_of(market, g);
     uint32_t most = 0, least = UINT32_MAX;
     uint32_t charged =
         group->mapped_bundles > group->goal_bundles ? group->mapped_bundles : group->goal_bundles;
-    for (uint32_t m = 0; m < entry->partition_count; m++) {
+    for (uint32_t m = 0; m < plan->partition_count; m++) {
         const kv_partition_entry_t *partition =
-            &market->channel->partitions[entry->first_partition + m];
+            &market->channel->partitions[plan->first_partition + m];
         if (PROTOCOL_LOAD_ACQUIRE(&partition->state) != KV_PARTITION_OPEN)
             return true; /* still loads */
-        if (PROTOCOL_LOAD_RELAXED(&partition->bundle_bytes) != entry->bundle_bytes ||
-            PROTOCOL_LOAD_RELAXED(&partition->bundle_tokens) != entry->bundle_tokens) {
+        if (PROTOCOL_LOAD_RELAXED(&partition->bundle_bytes) != plan->bundle_bytes ||
+            PROTOCOL_LOAD_RELAXED(&partition->bundle_tokens) != plan->bundle_tokens) {
             fault(step, g, KV_FAULT_BROKEN, "its KV bundles differ in size from the plan's");
             return false;
         }
@@ -252,7 +260,7 @@ static bool read_completions(kv_market_t *market, uint32_t g, uint64_t now_ns,
     credit(market, g, most, now_ns);
     if (state->state == KV_MARKET_STARTING) {
         state->state = KV_MARKET_PRESENT;
-        group->present = market->channel->groups[g].elastic != 0;
+        group->present = plan->elastic != 0;
         state->commanded_ns = now_ns;
     }
     /* The system had no memory for the whole grant, on one rank or all: nobody keeps more than the
@@ -435,8 +443,8 @@ void kv_market_step(kv_market_t *market, uint64_t now_ns, kv_market_step_t *step
 /* ---- steering ---------------------------------------------------------------------------------
  */
 
-/* What others have as floors a group can never get, whatever its ceiling: it hears of the smaller, so
- * that it refuses what would wait for ever. */
+/* What others have as floors a group can never get, whatever its ceiling: it hears of the smaller,
+ * so that it refuses what would wait for ever. */
 static void publish_ceiling(kv_market_t *market, uint32_t g)
 {
     kv_group_entry_t *entry = entry_of(market, g);
@@ -454,40 +462,40 @@ xp_status_t kv_market_set(kv_market_t *market, uint32_t g, uint32_t floor_bundle
                           uint32_t ceiling_bundles)
 {
     kv_policy_group_t *group = book(market, g);
-    kv_group_entry_t *entry = entry_of(market, g);
-    if (!entry->elastic)
+    const kv_group_entry_t *plan = plan_of(market, g);
+    if (!plan->elastic)
         return xp_fail(
             XP_UNSUPPORTED,
             "its KV Cache has a fixed size; only elastic ones can be set while they run");
     if (floor_bundles < 1 || floor_bundles > ceiling_bundles ||
-        ceiling_bundles > entry->reserved_bundles)
+        ceiling_bundles > plan->reserved_bundles)
         return xp_fail(XP_INVALID,
                        "a floor of %llu and a ceiling of %llu tokens; allowed are 1 <= floor <= "
                        "ceiling <= %llu (the ceiling it was started with)",
-                       (unsigned long long)floor_bundles * entry->bundle_tokens,
-                       (unsigned long long)ceiling_bundles * entry->bundle_tokens,
-                       (unsigned long long)entry->reserved_bundles * entry->bundle_tokens);
+                       (unsigned long long)floor_bundles * plan->bundle_tokens,
+                       (unsigned long long)ceiling_bundles * plan->bundle_tokens,
+                       (unsigned long long)plan->reserved_bundles * plan->bundle_tokens);
     uint32_t most = kv_market_possible_bundles(market, g);
     if (floor_bundles > most)
         return xp_fail(XP_NO_MEMORY,
                        "a floor of %llu tokens; with the floors of the others its devices have "
                        "room for %llu at most",
-                       (unsigned long long)floor_bundles * entry->bundle_tokens,
-                       (unsigned long long)most * entry->bundle_tokens);
+                       (unsigned long long)floor_bundles * plan->bundle_tokens,
+                       (unsigned long long)most * plan->bundle_tokens);
     group->floor_wanted = floor_bundles;
     if (floor_bundles < group->floor_bundles)
         group->floor_bundles = floor_bundles;
     group->ceiling_bundles = ceiling_bundles;
-    PROTOCOL_STORE_RELEASE(&entry->floor_bundles, floor_bundles);
+    PROTOCOL_STORE_RELEASE(&entry_of(market, g)->floor_bundles, floor_bundles);
     for (uint32_t other = 0; other < market->snapshot.group_count; other++)
-        if (market->channel->groups[other].elastic)
+        if (plan_of(market, other)->elastic)
             publish_ceiling(market, other);
     return XP_OK;
 }
 
 xp_status_t kv_market_trim(kv_market_t *market, uint32_t g)
 {
-    if (!entry_of(market, g)->elastic)
+    if (!plan_of(market, g)->elastic)
         return xp_fail(XP_UNSUPPORTED, "its KV Cache has a fixed size; it cannot be trimmed");
     if (market->groups[g].state != KV_MARKET_PRESENT)
         return xp_fail(XP_RETRY, "it is %s; it can be trimmed once it serves",

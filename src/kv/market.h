@@ -24,8 +24,7 @@ typedef enum kv_market_state {
 
 typedef struct kv_market_group {
     kv_market_state_t state;
-    uint32_t sequence;      /* of the newest command; 0 while absent */
-    uint32_t first_bundles; /* of sequence 1; 0: the floor of then */
+    uint32_t sequence; /* of the newest command; 0 while absent */
     uint64_t commanded_ns;
     kv_policy_command_t last; /* the newest command and why */
     bool trim_wanted;
@@ -49,6 +48,7 @@ typedef void (*kv_market_record_t)(void *context, const kv_policy_snapshot_t *sn
 
 typedef struct kv_market {
     kv_channel_t *channel;
+    kv_channel_t plan; /* its constant parts, kept here: every rank can write the shared ones */
     kv_market_settings_t settings;
     kv_policy_snapshot_t snapshot; /* the policy's groups are the market's books */
     kv_policy_decisions_t decisions;
@@ -73,7 +73,7 @@ typedef struct kv_market_step {
         next_ns; /* step again by then, whatever rings; UINT64_MAX: only when something rings */
 } kv_market_step_t;
 
-/* The channel must outlive the market; the daemon made it, so it is not checked again. */
+/* The channel must outlive the market; it was just made, and no rank has it yet. */
 void kv_market_init(kv_market_t *market, kv_channel_t *channel,
                     const kv_market_settings_t *settings);
 /* Before the first rank of the group is admitted. ABSENT only. `bundles`: what it begins with; 0:

@@ -139,6 +139,8 @@ xp_status_t library_device_admit(library_device_t *device, const xpw_Admitted *a
         return xp_fail(XP_PEER, "the daemon's Admitted is not what its plan says");
     stage_client_config_t config = {.device = &device->device,
                                     .instance = instance,
+                                    .index = admitted->instance,
+                                    .generation = device->plan->generation,
                                     .rank = rank,
                                     .path = device->relay ? STAGE_RELAY : STAGE_DIRECT,
                                     .life = &device->life,

@@ -57,10 +57,11 @@ static xp_status_t check_geometry(const kv_group_entry_t *group, uint64_t token_
     return XP_OK;
 }
 
-static xp_status_t map_first(xpool_kv_t *kv, const char *name)
+static xp_status_t map_first(xpool_kv_t *kv, const library_kv_place_t *place)
 {
     const kv_group_entry_t *group = kv->rank.group;
-    kv_backing_options_t options = {.name = name,
+    kv_backing_options_t options = {.name = place->name,
+                                    .room_bytes = place->room_bytes,
                                     .bundle_bytes = group->bundle_bytes,
                                     .ceiling_bundles = group->reserved_bundles};
     uint32_t bundles;
@@ -83,7 +84,7 @@ xp_status_t library_kv_open(const library_kv_place_t *place, uint64_t token_byte
                              &kv->rank));
     XP_TRY_GOTO(status, fail, check_geometry(kv->rank.group, token_bytes));
     kv->bundle_tokens = kv->rank.group->bundle_tokens;
-    XP_TRY_GOTO(status, fail, map_first(kv, place->name));
+    XP_TRY_GOTO(status, fail, map_first(kv, place));
     *kv_out = kv;
     return XP_OK;
 fail:;
@@ -148,6 +149,9 @@ xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out)
     info.ceiling_tokens = tokens_of(kv, PROTOCOL_LOAD_RELAXED(&group->ceiling_bundles));
     info.mapped_tokens = tokens_of(kv, kv_backing_mapped(kv->backing));
     info.bell = kv_rank_bell(&kv->rank);
+    const uint32_t admitted = PROTOCOL_LOAD_RELAXED(&group->admit_bundles);
+    info.admit_tokens =
+        admitted < kv_backing_ceiling(kv->backing) ? tokens_of(kv, admitted) : UINT32_MAX;
     library_give_struct(&info, sizeof(info), info_out, info_out->struct_bytes);
     return XPOOL_OK;
 }
@@ -201,6 +205,7 @@ static bool poll_command(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
 {
     kv_command_t command;
     uint32_t bundles;
+    kv_rank_rung(&kv->rank);
     if (kv->growing) {
         if (!mapped_everywhere(kv, &bundles) || bundles == 0 ||
             bundles > kv_backing_mapped(kv->backing))
@@ -213,7 +218,6 @@ static bool poll_command(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
     }
     if (!kv_rank_pending(&kv->rank))
         return false;
-    kv_rank_rung(&kv->rank);
     return kv_rank_poll(&kv->rank, step, bundles_of(kv, least_tokens), &command) &&
            apply(kv, &command, out);
 }

@@ -38,7 +38,8 @@ void library_give_struct(const void *from, size_t size, void *to, uint32_t bytes
 typedef struct library_kv_place {
     int channel_fd, daemon_bell, bell;
     uint32_t partition;
-    char name[96]; /* of the memory */
+    char name[96];                         /* of the memory */
+    uint64_t (*room_bytes)(void *context); /* as in kv_backing_options_t */
 } library_kv_place_t;
 /* XP_UNSUPPORTED: the daemon gave it none. */
 xp_status_t library_rank_kv_place(const xpool_rank_t *rank, library_kv_place_t *place_out);

@@ -19,8 +19,10 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "config/config.h"
 #include "control/participant.h"
 #include "fabric/plan.h"
+#include "kv/channel.h"
 #include "library/convert.h"
 #include "library/device.h"
 #include "library/private.h"
@@ -31,7 +33,6 @@
 #define STATS_PERIOD_MS 500
 /* Between the close of the arena and the words for it lie one message and one wake. */
 #define FAILURE_TEXT_WAIT_NS (2 * XP_NS_PER_S)
-#define KV_DESCRIPTORS       3 /* that travel with Admitted */
 #define LOOK_PERIOD_MS       100
 #define LOOK_LIMIT_NS        (50 * XP_NS_PER_MS)
 #define CLOSE_POLL_NS        (1 * XP_NS_PER_MS)
@@ -637,7 +638,8 @@ xp_status_t library_rank_kv_place(const xpool_rank_t *rank, library_kv_place_t *
     *place_out = (library_kv_place_t){.channel_fd = rank->kv_fds.fds[0],
                                       .daemon_bell = rank->kv_fds.fds[1],
                                       .bell = rank->kv_fds.fds[2],
-                                      .partition = rank->kv_partition};
+                                      .partition = rank->kv_partition,
+                                      .room_bytes = config_machine_room};
     snprintf(place_out->name, sizeof(place_out->name), "xpool-kv:%s.%u", rank->model_id,
              rank->rank);
     return XP_OK;

@@ -13,6 +13,7 @@
 #include "stage/relay.h"
 
 #define ATN_START_NS (10 * XP_NS_PER_S)
+#define ATN_OPEN_NS  (1 * XP_NS_PER_S) /* for the header of a stage, while the kernel runs */
 
 CUDA_IMAGE_DECLARE(stage_relay);
 
@@ -164,9 +165,20 @@ xp_status_t stage_atn_open(stage_atn_t *atn, uint32_t instance, uint32_t ffn, in
     if (atn->stages[instance][ffn].handle)
         return xp_fail(XP_INVALID, "the stage of FfnAgent %u for %.48s is open already", ffn,
                        atn->plan->instances[instance].id);
-    return cuda_block_import(atn->device, stage_fd,
-                             stage_page_bytes(&atn->plan->instances[instance]),
-                             &atn->stages[instance][ffn]);
+    const fabric_plan_instance_t *plan = &atn->plan->instances[instance];
+    cuda_block_t block;
+    stage_head_t head;
+    XP_TRY(cuda_block_import(atn->device, stage_fd, stage_page_bytes(plan), &block));
+    xp_status_t status = stage_control_read(&atn->control, block.address, sizeof(head),
+                                            xp_monotonic_ns() + ATN_OPEN_NS, &head);
+    if (status == XP_OK)
+        status = stage_head_check(&head, plan, instance, atn->plan->generation, ffn);
+    if (status != XP_OK) {
+        cuda_block_destroy(&block);
+        return status;
+    }
+    atn->stages[instance][ffn] = block;
+    return XP_OK;
 }
 
 xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank, int arena_fd,

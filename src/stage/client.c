@@ -15,12 +15,17 @@
 #define CLIENT_START_NS   (10 * XP_NS_PER_S)
 #define CLIENT_BLOCKS_MAX 128u
 #define CLIENT_BLOCK_WORK (16u << 10) /* bytes a block moves before another one is worth it */
+/* Up to so many one launch of one block does all: two more launches would cost more than the block,
+ * whose threads have 64 KiB in flight at once. */
+#define CLIENT_CALL_BYTES (64u << 10)
 
 struct stage_client {
     const cuda_device_t *device;
     fabric_plan_instance_t plan;
-    uint32_t rank, dp, dtype;
+    uint32_t index, rank, dp, dtype;
+    uint64_t generation;
     stage_path_t path;
+    uint64_t call_bytes;
     transport_geometry_t geometry;
     stage_control_t control;
     transport_cuda_client_t *transport;
@@ -43,10 +48,13 @@ xp_status_t stage_client_create(const stage_client_config_t *config, stage_clien
         return xp_fail(XP_NO_MEMORY, "no memory for a stage client");
     client->device = config->device;
     client->plan = *config->instance;
+    client->index = config->index;
+    client->generation = config->generation;
     client->rank = config->rank;
     client->dp = config->rank / config->instance->atn_tp;
     client->dtype = dtype;
     client->path = config->path;
+    client->call_bytes = config->call_bytes ? config->call_bytes : CLIENT_CALL_BYTES;
     client->geometry = stage_geometry(config->instance);
     xp_status_t status;
     XP_TRY_GOTO(status, fail, stage_control_init(config->device, &client->control));
@@ -77,28 +85,6 @@ xp_status_t stage_client_export(const stage_client_t *client, int *fd_out)
     return transport_cuda_client_export(client->transport, fd_out);
 }
 
-/* The header of a stage, read from device memory: is it the planned one? */
-static xp_status_t client_check_page(const stage_client_t *client, const stage_head_t *page,
-                                     uint32_t ffn)
-{
-    const fabric_plan_instance_t *plan = &client->plan;
-    if (page->magic != STAGE_MAGIC)
-        return xp_fail(XP_PEER, "descriptor is no stage (magic %#x)", page->magic);
-    if (page->abi != STAGE_ABI)
-        return xp_fail(XP_PEER, "stage has ABI %u, this build %u", page->abi, STAGE_ABI);
-    if (page->ffn != ffn || page->ranks != fabric_plan_ranks(plan) ||
-        page->dp_size != plan->atn_dp || page->hidden != plan->hidden ||
-        page->max_rows != plan->max_rows || page->dtype != plan->dtype ||
-        page->bytes != stage_page_bytes(plan))
-        return xp_fail(XP_PEER,
-                       "stage of FfnAgent %u: %u ranks, DP %u, %u x %u, dtype %u; planned are "
-                       "FfnAgent %u: %u ranks, DP %u, %u x %u, dtype %u",
-                       page->ffn, page->ranks, page->dp_size, page->max_rows, page->hidden,
-                       page->dtype, ffn, fabric_plan_ranks(plan), plan->atn_dp, plan->max_rows,
-                       plan->hidden, plan->dtype);
-    return XP_OK;
-}
-
 xp_status_t stage_client_open(stage_client_t *client, uint32_t ffn, int stage_fd)
 {
     if (client->path != STAGE_DIRECT)
@@ -115,7 +101,8 @@ xp_status_t stage_client_open(stage_client_t *client, uint32_t ffn, int stage_fd
     XP_TRY_GOTO(status, fail,
                 stage_control_read(&client->control, block.address, sizeof(page),
                                    xp_monotonic_ns() + CLIENT_START_NS, &page));
-    XP_TRY_GOTO(status, fail, client_check_page(client, &page, ffn));
+    XP_TRY_GOTO(status, fail,
+                stage_head_check(&page, &client->plan, client->index, client->generation, ffn));
     client->stages[ffn] = block;
     client->opened |= 1u << ffn;
     return XP_OK;
@@ -151,6 +138,11 @@ static xp_status_t client_launch(stage_client_t *client, stage_kernel_t kernel, 
 {
     return cuda_launch(client->device, client->control.kernels[kernel], client_blocks(bytes),
                        bytes <= 4096 ? 256 : 512, stream, parameters);
+}
+
+static uint32_t client_call_threads(uint64_t bytes)
+{
+    return bytes <= 4096 ? 256 : bytes <= CLIENT_BLOCK_WORK ? 512 : 1024;
 }
 
 static uint64_t client_row_bytes(const stage_client_t *client)
@@ -267,7 +259,7 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
 {
     XP_TRY(client_check(client, layer, input, output));
     uint64_t bytes = input->rows * client_row_bytes(client);
-    if (client_blocks(bytes) > 1) {
+    if (bytes > client->call_bytes) {
         XP_TRY(stage_client_put(client, layer, live, input, stream));
         XP_TRY(stage_client_wait(client, stream));
         return stage_client_take(client, output, stream);
@@ -283,7 +275,8 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
     void *parameters[] = {
         &put,  &take, &client->parts.arena, &client->parts.state,     &live,
         &from, &to,   &client->answers,     &client->parts.life_word, &client->parts.limit_ns};
-    return client_launch(client, STAGE_KERNEL_CALL, bytes, stream, parameters);
+    return cuda_launch(client->device, client->control.kernels[STAGE_KERNEL_CALL], 1,
+                       client_call_threads(bytes), stream, parameters);
 }
 
 xp_status_t stage_client_finish(stage_client_t *client, uint64_t deadline_ns)

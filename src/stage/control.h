@@ -74,6 +74,13 @@ uint32_t stage_partials_members(const fabric_plan_instance_t *instance, uint32_t
 uint32_t stage_uniform_group(const fabric_plan_instance_t *instance);
 /* Of 16-bit activations; XP_UNSUPPORTED names another type. */
 xp_status_t stage_dtype(const fabric_plan_instance_t *instance, uint32_t *dtype_out);
+/* The header of a received stage, or of received partials: are they what the plan says? Two
+ * Instances of one model differ in their place only. XP_PEER. */
+xp_status_t stage_head_check(const stage_head_t *head, const fabric_plan_instance_t *instance,
+                             uint32_t index, uint64_t generation, uint32_t ffn);
+xp_status_t stage_partials_check(const stage_partials_t *partials,
+                                 const fabric_plan_instance_t *instance, uint32_t index,
+                                 uint32_t ffn);
 /* What this module needs of a plan: ranks, types, sizes. XP_INVALID or XP_UNSUPPORTED. */
 xp_status_t stage_plan_check(const fabric_plan_instance_t *instance);
 #endif

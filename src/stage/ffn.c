@@ -18,6 +18,8 @@
 #define FFN_NAP_NS   (50 * XP_NS_PER_US)
 /* Lanes of the echo: as many as an FfnAgent has by default. */
 #define FFN_ECHO_LANES 4u
+/* What a warp moves with all of its loads in flight twice. */
+#define FFN_OWN_ELEMENTS 4096u
 
 CUDA_IMAGE_DECLARE(stage_scheduler);
 
@@ -232,9 +234,20 @@ xp_status_t stage_ffn_import_partials(stage_ffn_t *ffn, uint32_t instance, uint3
     if (own->foreign[first].handle)
         return xp_fail(XP_INVALID, "%.48s: the partials of FfnAgent %u are mapped already",
                        plan->id, first);
-    XP_TRY(cuda_block_import(ffn->config.device, fd, stage_partials_bytes(plan, first),
-                             &own->foreign[first]));
-    own->about.partials[first] = own->foreign[first].address;
+    cuda_block_t block;
+    stage_partials_t header;
+    XP_TRY(
+        cuda_block_import(ffn->config.device, fd, stage_partials_bytes(plan, first), &block));
+    xp_status_t status = stage_control_read(&ffn->control, block.address, sizeof(header),
+                                            xp_monotonic_ns() + FFN_START_NS, &header);
+    if (status == XP_OK)
+        status = stage_partials_check(&header, plan, instance, first);
+    if (status != XP_OK) {
+        cuda_block_destroy(&block);
+        return status;
+    }
+    own->foreign[first] = block;
+    own->about.partials[first] = block.address;
     return XP_OK;
 }
 
@@ -270,6 +283,8 @@ xp_status_t stage_ffn_start(stage_ffn_t *ffn)
         .dispatch = ffn->config.dispatch,
         .echo_lanes = FFN_ECHO_LANES,
         .own_life = ffn->config.life ? ffn->config.life->index : 0,
+        .own_elements = ffn->config.own_elements ? ffn->config.own_elements : FFN_OWN_ELEMENTS,
+        .notes = ffn->config.notes,
     };
     for (uint32_t i = 0; i < plan->instance_count; i++) {
         if (!ffn_is_member(ffn, i))
@@ -545,6 +560,11 @@ xp_status_t stage_ffn_counters(stage_ffn_t *ffn, uint64_t deadline_ns,
         .lanes_in_use = counts->lanes_in_use,
         .turns = counts->turns,
         .longest_turn_ns = counts->longest_turn_ns,
+        .noted = ffn->image.noted.count,
+        .noted_taken_ns = ffn->image.noted.taken_ns,
+        .noted_job_ns = ffn->image.noted.job_ns,
+        .noted_answer_ns = ffn->image.noted.answer_ns,
+        .noted_longest_ns = ffn->image.noted.longest_ns,
     };
     return XP_OK;
 }

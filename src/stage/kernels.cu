@@ -8,6 +8,9 @@
 #include "stage/table.h"
 #include "transport/cuda_rows.cuh"
 
+#define CALL_AHEAD 4u  // 16-byte parts of its rows that a thread of a call loads first of all
+#define WAIT_ROUND 16u // looks for an answer between two at everything else; 5 us at most
+
 // Counts blocks of this launch that are through; true for the last one, which then sees what the
 // others wrote and, with its release, shows it to whoever acquires. Called by one thread after the
 // barrier.
@@ -33,10 +36,19 @@ static __device__ __forceinline__ void rows_to_targets(const stage_put_t &put, u
     }
     if (((offset | (uintptr_t)input) & 15) == 0) {
         const uint64_t count = bytes / 16;
-        for (uint64_t i = thread; i < count; i += threads) {
-            const uint4 value = ((const uint4 *)input)[i];
-            for (uint32_t t = 0; t < put.count; t++)
-                ((uint4 *)((char *)put.targets[t].input + offset))[i] = value;
+        for (uint64_t i = thread; i < count; i += 4 * threads) {
+            uint4 value[4]; // loads in flight together
+#pragma unroll
+            for (uint32_t n = 0; n < 4; n++)
+                if (i + n * threads < count)
+                    value[n] = ((const uint4 *)input)[i + n * threads];
+            for (uint32_t t = 0; t < put.count; t++) {
+                uint4 *to = (uint4 *)((char *)put.targets[t].input + offset);
+#pragma unroll
+                for (uint32_t n = 0; n < 4; n++)
+                    if (i + n * threads < count)
+                        to[i + n * threads] = value[n];
+            }
         }
         for (uint64_t j = count * 8 + thread; j < bytes / 2; j += threads)
             for (uint32_t t = 0; t < put.count; t++)
@@ -50,6 +62,17 @@ static __device__ __forceinline__ void rows_to_targets(const stage_put_t &put, u
     }
 }
 
+// By a warp, each lane with a copy of the state: one lane a target, so that no line waits for the
+// one before.
+static __device__ __forceinline__ void
+put_lines(const stage_put_t &put, transport_device_state_t *state, const transport_live_t *live)
+{
+    stage_line_t line;
+    if (stage_device_put_line(&put, state, live, &line) && threadIdx.x < put.count)
+        stage_target_put(&put.targets[threadIdx.x], &line);
+}
+static_assert(STAGE_MAX_MEMBERS <= 32, "a warp publishes");
+
 extern "C" __global__ void stage_put(const __grid_constant__ stage_put_t put,
                                      transport_device_state_t *state, const transport_live_t *live,
                                      const void *input)
@@ -58,9 +81,18 @@ extern "C" __global__ void stage_put(const __grid_constant__ stage_put_t put,
         rows_to_targets(put, stage_put_offset(&put, live), input, stage_put_bytes(&put, live),
                         (uint64_t)blockIdx.x * blockDim.x + threadIdx.x,
                         (uint64_t)gridDim.x * blockDim.x);
+    __shared__ uint32_t last;
     __syncthreads();
-    if (threadIdx.x == 0 && last_block(state))
-        stage_device_put(&put, state, live);
+    if (threadIdx.x == 0)
+        last = last_block(state);
+    __syncthreads();
+    if (threadIdx.x >= 32 || !last)
+        return;
+    transport_device_state_t local = *state;
+    put_lines(put, &local, live);
+    __syncwarp();
+    if (threadIdx.x == 0)
+        *state = local;
 }
 
 // By one thread, on a copy of the state.
@@ -73,9 +105,15 @@ static __device__ void wait_by_looking(const mailbox_arena_t *arena,
     const uint64_t start = transport_clock_ns();
     uint64_t next = start + LIFE_LOOK_NS, now = start;
     uint32_t missing = direct;
+    uint64_t looks = 0;
+    // Most looks are for the answer alone; some microseconds of them make a round.
     for (;;) {
-        state->looks++;
-        if (stage_device_wait_look(arena, state, direct, &missing))
+        looks++;
+        if (stage_device_wait_answer(arena, state, direct, &missing))
+            break;
+        if (looks % WAIT_ROUND != 0)
+            continue;
+        if (stage_device_wait_closed(arena, state))
             break;
         now = transport_clock_ns();
         if (now < next)
@@ -84,7 +122,8 @@ static __device__ void wait_by_looking(const mailbox_arena_t *arena,
         if (transport_device_wait_life(life, state, now - start, limit_ns))
             break;
     }
-    state->wait_ns += now - start;
+    state->looks += looks;
+    state->wait_ns += transport_clock_ns() - start;
 }
 
 extern "C" __global__ void stage_wait(const mailbox_arena_t *arena, transport_device_state_t *state,
@@ -97,10 +136,34 @@ extern "C" __global__ void stage_wait(const mailbox_arena_t *arena, transport_de
     *state = local;
 }
 
+// Both ends aligned to 16 bytes.
+static __device__ __forceinline__ void rows_ahead(void *to, const void *from, uint64_t bytes,
+                                                  uint64_t thread, uint64_t threads)
+{
+    const uint32_t count = (uint32_t)(bytes / 16), step = (uint32_t)threads;
+    for (uint32_t i = (uint32_t)thread; i < count; i += 4 * step) {
+        uint4 value[4]; // loads in flight together
+#pragma unroll
+        for (uint32_t n = 0; n < 4; n++)
+            if (i + n * step < count)
+                value[n] = ((const uint4 *)from)[i + n * step];
+#pragma unroll
+        for (uint32_t n = 0; n < 4; n++)
+            if (i + n * step < count)
+                ((uint4 *)to)[i + n * step] = value[n];
+    }
+    for (uint64_t j = count * 8ull + thread; j < bytes / 2; j += threads)
+        ((uint16_t *)to)[j] = ((const uint16_t *)from)[j];
+}
+
 static __device__ __forceinline__ void rows_take(const stage_take_t &take, uint32_t rows,
                                                  void *output, uint64_t thread, uint64_t threads)
 {
     const uint64_t bytes = rows * take.row_bytes;
+    if (take.members == 0 && ((uintptr_t)output & 15) == 0) {
+        rows_ahead(output, (const void *)take.output, bytes, thread, threads);
+        return;
+    }
     if (take.members == 0) {
         transport_rows_copy(output, (const void *)take.output, bytes, thread, threads);
         return;
@@ -110,6 +173,7 @@ static __device__ __forceinline__ void rows_take(const stage_take_t &take, uint3
     job.dtype = take.dtype;
     job.wide = 0;
     job.members = take.members;
+    job.member = job.layer = 0;
     job.consumers = 1;
     job.from = (const void *)take.partial;
     job.stride = take.partial_stride;
@@ -138,27 +202,34 @@ extern "C" __global__ void stage_take(const __grid_constant__ stage_take_t take,
 
 // put, wait and take in one launch, for rows that one block moves: it may wait, since it keeps no
 // other block of its own from running.
-extern "C" __global__ void stage_call(const __grid_constant__ stage_put_t put,
-                                      const __grid_constant__ stage_take_t take,
-                                      const mailbox_arena_t *arena, transport_device_state_t *state,
-                                      const transport_live_t *live, const void *input, void *output,
-                                      uint32_t direct, const uint32_t *life, uint64_t limit_ns)
+extern "C" __global__ void __launch_bounds__(1024)
+    stage_call(const __grid_constant__ stage_put_t put, const __grid_constant__ stage_take_t take,
+               const mailbox_arena_t *arena, transport_device_state_t *state,
+               const transport_live_t *live, const void *input, void *output, uint32_t direct,
+               const uint32_t *life, uint64_t limit_ns)
 {
     __shared__ uint32_t answered, rows;
-    // State, live rows and each thread's first 16 bytes are loaded at once, before it is known
-    // whether and how many rows travel: one trip to memory instead of three.
+    // State, live rows and each thread's first bytes are loaded at once, before it is known whether
+    // and how many rows travel: one trip to memory instead of three.
     const bool wide = ((uintptr_t)input & 15) == 0;
-    uint4 first = make_uint4(0, 0, 0, 0);
-    if (wide && put.carries && threadIdx.x < put.captured * put.row_bytes / 16)
-        first = ((const uint4 *)input)[threadIdx.x];
+    const uint64_t captured = put.carries ? put.captured * put.row_bytes / 16 : 0;
+    uint4 first[CALL_AHEAD];
+#pragma unroll
+    for (uint32_t n = 0; n < CALL_AHEAD; n++)
+        if (wide && threadIdx.x + n * blockDim.x < captured)
+            first[n] = ((const uint4 *)input)[threadIdx.x + n * blockDim.x];
     transport_device_state_t local = *state;
     const uint64_t bytes = stage_put_bytes(&put, live);
     if (stage_put_allowed(&local) && bytes) {
         const uint64_t offset = stage_put_offset(&put, live);
-        const uint64_t taken = wide && offset % 16 == 0 ? blockDim.x * 16ull : 0;
-        if (taken && threadIdx.x < bytes / 16)
-            for (uint32_t t = 0; t < put.count; t++)
-                ((uint4 *)((char *)put.targets[t].input + offset))[threadIdx.x] = first;
+        const uint64_t taken = wide && offset % 16 == 0 ? CALL_AHEAD * blockDim.x * 16ull : 0;
+        for (uint32_t t = 0; taken && t < put.count; t++) {
+            uint4 *to = (uint4 *)((char *)put.targets[t].input + offset);
+#pragma unroll
+            for (uint32_t n = 0; n < CALL_AHEAD; n++)
+                if (threadIdx.x + n * blockDim.x < bytes / 16)
+                    to[threadIdx.x + n * blockDim.x] = first[n];
+        }
         if (bytes > taken)
             rows_to_targets(put, offset + taken, (const char *)input + taken, bytes - taken,
                             threadIdx.x, blockDim.x);
@@ -170,8 +241,9 @@ extern "C" __global__ void stage_call(const __grid_constant__ stage_put_t put,
         }
     }
     __syncthreads();
+    if (threadIdx.x < 32)
+        put_lines(put, &local, live);
     if (threadIdx.x == 0) {
-        stage_device_put(&put, &local, live);
         wait_by_looking(arena, &local, direct, life, limit_ns);
         answered = transport_device_take_allowed(&local);
         rows = local.rows;

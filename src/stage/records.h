@@ -57,31 +57,45 @@ PROTOCOL_FUNCTION void stage_line_publish(stage_line_t *line, uint64_t sequence)
     PROTOCOL_PUBLISH(&line->sequence, sequence);
 }
 
-/* FfnAgent: is there a line after `taken`, the last one answered? A cheap look first, without
- * order: most looks find nothing. */
+/* FfnAgent: is there a line after `taken`, the last one answered? acquire: pairs with
+ * stage_line_publish. What this thread, or one that it meets in a barrier, reads afterwards of line
+ * and rows is of the sequence that was found, or of a later one. */
 PROTOCOL_FUNCTION int stage_line_changed(const stage_line_t *line, uint64_t taken)
 {
-    return PROTOCOL_LOAD_RELAXED(&line->sequence) != taken;
+    return PROTOCOL_LOAD_ACQUIRE(&line->sequence) != taken;
 }
 
-/* FfnAgent. Fields are loaded once into *line_out, which is written only for MAILBOX_LIVE. acquire:
- * pairs with stage_line_publish, so line and rows are those of that sequence. */
+/* FfnAgent, after stage_line_changed() has found one, so that its order holds here and sequence and
+ * fields come in one trip to memory. Fields are loaded once into *line_out, which is written only
+ * for MAILBOX_LIVE. An Instance that writes the next line before the answer may mix the two: its
+ * fields are checked like any others. */
 PROTOCOL_FUNCTION mailbox_look_t stage_line_read(const stage_line_t *line, uint64_t taken,
                                                  stage_line_t *line_out)
 {
-    const uint64_t sequence = PROTOCOL_LOAD_ACQUIRE(&line->sequence);
+    /* All loads before the first store: a device keeps the order that is written here, and a store
+     * waits for the load before it, so field by field would be a trip to memory each. */
+    const uint64_t sequence = PROTOCOL_LOAD_RELAXED(&line->sequence);
+    const uint64_t deadline = PROTOCOL_LOAD_RELAXED(&line->slo_deadline_ns);
+    const uint32_t layer = PROTOCOL_LOAD_RELAXED(&line->layer);
+    const uint32_t rows = PROTOCOL_LOAD_RELAXED(&line->rows);
+    const uint32_t kind = PROTOCOL_LOAD_RELAXED(&line->kind);
+    const uint32_t counts[MAILBOX_MAX_DP] = {
+        PROTOCOL_LOAD_RELAXED(&line->dp_rows[0]), PROTOCOL_LOAD_RELAXED(&line->dp_rows[1]),
+        PROTOCOL_LOAD_RELAXED(&line->dp_rows[2]), PROTOCOL_LOAD_RELAXED(&line->dp_rows[3]),
+        PROTOCOL_LOAD_RELAXED(&line->dp_rows[4]), PROTOCOL_LOAD_RELAXED(&line->dp_rows[5]),
+        PROTOCOL_LOAD_RELAXED(&line->dp_rows[6]), PROTOCOL_LOAD_RELAXED(&line->dp_rows[7])};
     if (sequence == taken)
         return MAILBOX_NONE;
     if (sequence < taken)
         return MAILBOX_NONSENSE;
     line_out->sequence = sequence;
-    line_out->slo_deadline_ns = PROTOCOL_LOAD_RELAXED(&line->slo_deadline_ns);
-    line_out->layer = PROTOCOL_LOAD_RELAXED(&line->layer);
-    line_out->rows = PROTOCOL_LOAD_RELAXED(&line->rows);
-    line_out->kind = PROTOCOL_LOAD_RELAXED(&line->kind);
+    line_out->slo_deadline_ns = deadline;
+    line_out->layer = layer;
+    line_out->rows = rows;
+    line_out->kind = kind;
     line_out->reserved = 0;
     for (int i = 0; i < MAILBOX_MAX_DP; i++)
-        line_out->dp_rows[i] = PROTOCOL_LOAD_RELAXED(&line->dp_rows[i]);
+        line_out->dp_rows[i] = counts[i];
     return MAILBOX_LIVE;
 }
 
@@ -146,43 +160,83 @@ PROTOCOL_FUNCTION int stage_put_allowed(const transport_device_state_t *state)
     return state->status == XP_OK && state->phase == TRANSPORT_PHASE_IDLE;
 }
 
-/* After all rows were written, by one thread. */
+/* The fields of a line but its sequence: a few wide stores, since each goes over the link. */
+PROTOCOL_FUNCTION void stage_line_fill(stage_line_t *line, const stage_line_t *value)
+{
+#ifdef __CUDA_ARCH__
+    line->slo_deadline_ns = value->slo_deadline_ns;
+    ((uint4 *)line)[1] = make_uint4(value->layer, value->rows, value->kind, 0);
+    ((uint4 *)line)[2] =
+        make_uint4(value->dp_rows[0], value->dp_rows[1], value->dp_rows[2], value->dp_rows[3]);
+    ((uint4 *)line)[3] =
+        make_uint4(value->dp_rows[4], value->dp_rows[5], value->dp_rows[6], value->dp_rows[7]);
+#else
+    line->slo_deadline_ns = value->slo_deadline_ns;
+    line->layer = value->layer;
+    line->rows = value->rows;
+    line->kind = value->kind;
+    line->reserved = 0;
+    for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
+        line->dp_rows[i] = value->dp_rows[i];
+#endif
+}
+
+/* After all rows were written: the line of the next Invocation, and the state after it. Returns 0
+ * when there is none to publish. */
+PROTOCOL_FUNCTION int stage_device_put_line(const stage_put_t *put, transport_device_state_t *state,
+                                            const transport_live_t *live, stage_line_t *line_out)
+{
+    if (state->status != XP_OK)
+        return 0;
+    if (state->phase != TRANSPORT_PHASE_IDLE) {
+        state->status = XP_INVALID;
+        return 0;
+    }
+    line_out->slo_deadline_ns = live->slo_deadline_ns;
+    line_out->layer = put->layer;
+    line_out->rows = transport_device_rows(live, put->captured);
+    line_out->kind = live->kind;
+    line_out->reserved = 0;
+    for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
+        line_out->dp_rows[i] = put->dp_size > 1 ? live->dp_rows[i] : i ? 0 : line_out->rows;
+    state->rows = line_out->rows;
+    state->sequence++;
+    line_out->sequence = state->sequence;
+    state->phase = TRANSPORT_PHASE_LIVE;
+    state->requests++;
+    state->total_rows += line_out->rows;
+    return 1;
+}
+
+/* One thread for all targets, or one for each: a release waits for what its thread wrote before,
+ * and so for the line of the target before. */
+PROTOCOL_FUNCTION void stage_target_put(const stage_target_t *target, const stage_line_t *value)
+{
+    stage_line_t *line = (stage_line_t *)(uintptr_t)target->line;
+    stage_line_fill(line, value);
+    stage_line_publish(line, value->sequence);
+}
+
+/* Both, by one thread. */
 PROTOCOL_FUNCTION void stage_device_put(const stage_put_t *put, transport_device_state_t *state,
                                         const transport_live_t *live)
 {
-    if (state->status != XP_OK)
+    stage_line_t line;
+    if (!stage_device_put_line(put, state, live, &line))
         return;
-    if (state->phase != TRANSPORT_PHASE_IDLE) {
-        state->status = XP_INVALID;
-        return;
-    }
-    state->rows = transport_device_rows(live, put->captured);
-    state->sequence++;
-    state->phase = TRANSPORT_PHASE_LIVE;
-    state->requests++;
-    state->total_rows += state->rows;
-    for (uint32_t t = 0; t < put->count; t++) {
-        stage_line_t *line = (stage_line_t *)(uintptr_t)put->targets[t].line;
-        line->slo_deadline_ns = live->slo_deadline_ns;
-        line->layer = put->layer;
-        line->rows = state->rows;
-        line->kind = live->kind;
-        line->reserved = 0;
-        for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
-            line->dp_rows[i] = put->dp_size > 1 ? live->dp_rows[i] : i ? 0 : state->rows;
-    }
-    /* The first release waits for all that was written so far, the others for next to nothing. */
     for (uint32_t t = 0; t < put->count; t++)
-        stage_line_publish((stage_line_t *)(uintptr_t)put->targets[t].line, state->sequence);
+        stage_target_put(&put->targets[t], &line);
 }
 
-/* One look of a wait. direct: members (bits) that answer with a partial; 0: the response answers.
- * *missing: those not seen yet, all of `direct` before the first look. Returns 1 when over. */
-PROTOCOL_FUNCTION int stage_device_wait_look(const mailbox_arena_t *arena,
-                                             transport_device_state_t *state, uint32_t direct,
-                                             uint32_t *missing)
+/* One look for the answer. direct: members (bits) that answer with a partial; 0: the response
+ * answers. *missing: those not seen yet, all of `direct` before the first look. Returns 1 when
+ * over.
+ */
+PROTOCOL_FUNCTION int stage_device_wait_answer(const mailbox_arena_t *arena,
+                                               transport_device_state_t *state, uint32_t direct,
+                                               uint32_t *missing)
 {
-    uint32_t answer = XP_OK, closed;
+    uint32_t answer = XP_OK;
     mailbox_look_t look = MAILBOX_LIVE;
     if (direct == 0) {
         look = mailbox_word_read(&arena->response.sequence, state->sequence);
@@ -216,9 +270,25 @@ PROTOCOL_FUNCTION int stage_device_wait_look(const mailbox_arena_t *arena,
         state->phase = TRANSPORT_PHASE_ANSWERED;
         return 1;
     }
-    closed = mailbox_closed(arena);
+    return 0;
+}
+
+/* Was the arena closed? Every so many looks for the answer: each is a trip to memory of its own. */
+PROTOCOL_FUNCTION int stage_device_wait_closed(const mailbox_arena_t *arena,
+                                               transport_device_state_t *state)
+{
+    const uint32_t closed = mailbox_closed(arena);
     if (closed)
         state->status = closed < XP_STATUS_COUNT ? closed : (uint32_t)XP_PEER;
     return closed != 0;
+}
+
+/* One look of a wait, both questions. Returns 1 when over. */
+PROTOCOL_FUNCTION int stage_device_wait_look(const mailbox_arena_t *arena,
+                                             transport_device_state_t *state, uint32_t direct,
+                                             uint32_t *missing)
+{
+    return stage_device_wait_answer(arena, state, direct, missing) ||
+           stage_device_wait_closed(arena, state);
 }
 #endif

@@ -111,6 +111,7 @@ struct relay_handler_t {
             job.wide = 0;
             job.narrow = slot->hidden % 8 != 0;
             job.members = members;
+            job.member = job.layer = 0;
             job.consumers = 1;
             job.from = (const void *)slot->partial;
             job.stride = slot->partial_stride;

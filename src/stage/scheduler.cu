@@ -5,21 +5,25 @@
 //   warp 1   watches our process's life word, so that no other warp waits for the bus
 //   others   do chunks of jobs: rows to several consumers, reductions, the echo
 //
-// Warp 0 never waits: a chunk is posted and looked for in later turns. All polled words lie in this
+// Warp 0 never waits: a chunk is posted and looked for in later turns; what is small it does
+// itself, since a warp that has to be told begins later than it would be through. A turn in which
+// nothing has changed is one load of each line and a few instructions. All polled words lie in this
 // device's memory.
 #include "stage/scheduler_steps.h"
 #include "transport/cuda_rows.cuh"
 
-#define STAGE_HELPERS   (STAGE_THREADS - 64u)
-#define STAGE_WATCH_NS  20000u
-#define STAGE_HELPER_NS 40u
+#define STAGE_HELPERS  (STAGE_THREADS - 64u)
+#define STAGE_WATCH_NS 20000u
+#define STAGE_POSTED   1 // the hardware barrier at which helpers sleep
 
 // Between warp 0 and the helpers, in shared memory.
 struct stage_block_t {
-    uint64_t posted; // number of the chunk to do
-    uint32_t ended;  // helper warps that are through with it
+    uint32_t ended; // helper warps that are through with the chunk
     uint32_t leave;
     uint32_t changed[STAGE_LINES / 32]; // in memory, since it is indexed
+    // warp 0's own: kept here, since a register spilled would be a trip to memory in each turn
+    uint32_t own_elements, notes;
+    uint64_t seen_ns, begun_ns; // of the line, of its job
 };
 
 template <typename T> using block_ref = cuda::atomic_ref<T, cuda::thread_scope_block>;
@@ -35,28 +39,26 @@ static __device__ void watch(stage_table_t *table, const life_page_t *life, stag
     }
 }
 
+// Warp 0 arrives, and goes on; the helpers sleep there. It arrives once for each chunk and once for
+// the end, and never again before all helpers have said that they are through with the chunk.
+static __device__ __forceinline__ void helpers_wake()
+{
+    asm volatile("barrier.cta.arrive %0, %1;" ::"n"(STAGE_POSTED), "n"(STAGE_HELPERS + 32)
+                 : "memory");
+}
+static __device__ __forceinline__ void helpers_sleep()
+{
+    asm volatile("barrier.cta.sync %0, %1;" ::"n"(STAGE_POSTED), "n"(STAGE_HELPERS + 32)
+                 : "memory");
+}
+
 static __device__ void help(const stage_scheduler_t *s, stage_block_t *block)
 {
     const uint32_t helper = threadIdx.x - 64;
-    uint64_t seen = 0;
     for (;;) {
-        // One lane polls; what it acquired is visible to its warp behind the barrier.
-        uint32_t leave = 0;
-        uint64_t posted = seen;
-        if (threadIdx.x % 32 == 0) {
-            leave = block_ref<uint32_t>(block->leave).load(cuda::memory_order_acquire);
-            posted = block_ref<uint64_t>(block->posted).load(cuda::memory_order_acquire);
-        }
-        leave = __shfl_sync(0xffffffffu, leave, 0);
-        posted = __shfl_sync(0xffffffffu, (unsigned long long)posted, 0);
-        if (leave)
+        helpers_sleep();
+        if (block_ref<uint32_t>(block->leave).load(cuda::memory_order_acquire))
             return;
-        if (posted == seen) {
-            __nanosleep(STAGE_HELPER_NS);
-            continue;
-        }
-        seen = posted;
-        __syncwarp();
         stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, helper, STAGE_HELPERS);
         __syncwarp();
         if (threadIdx.x % 32 == 0)
@@ -64,66 +66,115 @@ static __device__ void help(const stage_scheduler_t *s, stage_block_t *block)
     }
 }
 
+// The chunk is through: publishes what it has to, by lane 0.
+static __device__ __noinline__ void chunk_end(stage_scheduler_t *s, const stage_block_t *block)
+{
+    const uint64_t now = transport_clock_ns();
+    const bool whole = s->chunk.begin == 0;
+    stage_scheduler_chunk_done(s, now);
+    if (!block->notes || !whole || s->work[s->chunk.instance].phase == STAGE_JOB)
+        return;
+    const uint64_t end = transport_clock_ns();
+    stage_notes_t *noted = &s->table->noted;
+    noted->count++;
+    noted->taken_ns += block->begun_ns - block->seen_ns;
+    noted->job_ns += now - block->begun_ns;
+    noted->answer_ns += end - now;
+    if (end - block->seen_ns > noted->longest_ns)
+        noted->longest_ns = end - block->seen_ns;
+}
+
 static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stage_block_t *block)
 {
     const uint32_t lane = threadIdx.x % 32;
+    enum { LEAVE = 0, ON = 1, OWN = 2, HELPERS = 4 };
     if (lane == 0)
         stage_scheduler_begin(s, table);
     __syncwarp();
     for (;;) {
-        uint32_t changed[STAGE_LINES / 32];
+        uint32_t changed[STAGE_LINES / 32], any = 0;
+        const uint32_t lines = s->line_count;
         // All loads of a turn are in flight together.
 #pragma unroll
         for (uint32_t word = 0; word < STAGE_LINES / 32; word++) {
             const uint32_t index = word * 32 + lane;
-            changed[word] = index < s->line_count && stage_scheduler_line_changed(s, index);
+            changed[word] =
+                word * 32 < lines && index < lines && stage_scheduler_line_changed(s, index);
         }
         uint32_t ended = s->dispatch && stage_scheduler_lane_ended(s, lane);
 #pragma unroll
-        for (uint32_t word = 0; word < STAGE_LINES / 32; word++)
+        for (uint32_t word = 0; word < STAGE_LINES / 32; word++) {
             changed[word] = __ballot_sync(0xffffffffu, changed[word]);
-#pragma unroll
-        for (uint32_t word = 0; word < STAGE_LINES / 32; word++)
-            if (lane == 0)
-                block->changed[word] = changed[word];
-        ended = __ballot_sync(0xffffffffu, ended);
-        int on = 1;
-        if (lane == 0) {
-            const uint64_t start = transport_clock_ns();
-            if (s->chunk_busy &&
-                block_ref<uint32_t>(block->ended).load(cuda::memory_order_acquire) ==
-                    STAGE_HELPERS / 32)
-                stage_scheduler_chunk_done(s, start);
-            on = stage_scheduler_turn(s, block->changed, ended, start);
-            if (on && stage_scheduler_chunk(s)) {
-                block_ref<uint32_t>(block->ended).store(0u, cuda::memory_order_relaxed);
-                block_ref<uint64_t>(block->posted)
-                    .store(s->chunk.number, cuda::memory_order_release);
-            }
-            const uint64_t took = transport_clock_ns() - start;
-            if (took > s->counts.longest_turn_ns)
-                s->counts.longest_turn_ns = took;
+            any |= changed[word];
         }
-        if (!__shfl_sync(0xffffffffu, on, 0))
+        ended = __ballot_sync(0xffffffffu, ended);
+        int next = ON;
+        if (lane == 0) {
+            const bool through =
+                s->chunk_busy &&
+                block_ref<uint32_t>(block->ended).load(cuda::memory_order_acquire) ==
+                    STAGE_HELPERS / 32;
+            if (through)
+                chunk_end(s, block);
+            if (!any && !ended && !through && stage_scheduler_quiet(s)) {
+                s->turn++;
+            } else {
+                const uint64_t start = transport_clock_ns();
+                if (any)
+                    block->seen_ns = start;
+#pragma unroll
+                for (uint32_t word = 0; word < STAGE_LINES / 32; word++)
+                    block->changed[word] = changed[word];
+                next = stage_scheduler_turn(s, block->changed, ended, start) ? ON : LEAVE;
+                if (next && stage_scheduler_chunk(s)) {
+                    const bool own = s->chunk.end - s->chunk.begin <= block->own_elements &&
+                                     stage_job_is_plain(&s->chunk.job, s->chunk.end);
+                    block_ref<uint32_t>(block->ended).store(0u, cuda::memory_order_release);
+                    next |= own ? OWN : HELPERS;
+                    if (block->notes)
+                        block->begun_ns = transport_clock_ns();
+                }
+                const uint64_t took = transport_clock_ns() - start;
+                if (took > s->counts.longest_turn_ns)
+                    s->counts.longest_turn_ns = took;
+            }
+        }
+        next = __shfl_sync(0xffffffffu, next, 0);
+        if (!next)
             break;
         __syncwarp();
+        if (next & HELPERS)
+            helpers_wake();
+        if (next & OWN) {
+            stage_job_form_t form;
+            stage_job_form_make(&s->chunk.job, &form);
+            stage_job_run_plain(&form, s->chunk.job.from, s->chunk.begin, s->chunk.end, lane, 32);
+            __syncwarp();
+            if (lane == 0)
+                chunk_end(s, block);
+            __syncwarp();
+        }
     }
     if (lane == 0) {
         s->counts.turns = s->turn;
         table->counts = s->counts;
         block_ref<uint32_t>(block->leave).store(1u, cuda::memory_order_release);
     }
+    __syncwarp();
+    helpers_wake();
 }
 
-extern "C" __global__ void __launch_bounds__(STAGE_THREADS)
+extern "C" __global__ void __launch_bounds__(STAGE_THREADS, 1)
     stage_scheduler(stage_table_t *table, const life_page_t *life)
 {
     __shared__ stage_scheduler_t scheduler;
     __shared__ stage_block_t block;
     if (threadIdx.x == 0) {
-        block.posted = 0;
         block.ended = 0;
         block.leave = 0;
+        block.own_elements = table->own_elements;
+        block.notes = table->notes;
+        block.seen_ns = block.begun_ns = 0;
         PROTOCOL_STORE_RELEASE(&table->running, 1u);
     }
     __syncthreads();

@@ -27,7 +27,7 @@
 
 #define STAGE_EVENTS     8u   /* lines taken in one turn */
 #define STAGE_LINES      128u /* Instance Ranks of one FfnAgent; stage.h's STAGE_LINES_MAX */
-#define STAGE_LOOK_TURNS 16u  /* orders, ages and failures are looked at every so many turns */
+#define STAGE_LOOK_TURNS 64u  /* orders, ages and failures are looked at every so many turns */
 #define STAGE_SEVERAL    0xffffffffu
 
 typedef enum stage_phase {
@@ -72,7 +72,7 @@ typedef struct stage_lane {
 
 typedef struct stage_line_at {
     const stage_line_t *line;
-    uint32_t instance, rank;
+    uint32_t instance, rank, dp, reserved;
 } stage_line_at_t;
 
 /* A chunk for the other threads of the block; `number` grows with each. */
@@ -98,7 +98,7 @@ typedef struct stage_scheduler {
     ffn_cuda_poster_t poster;
     ffn_cuda_dispatch_t own_dispatch; /* a copy: constant, and near */
     stage_chunk_t chunk;              /* the one that is being done, or the last one */
-    uint32_t chunk_busy, job_cursor;
+    uint32_t chunk_busy, job_cursor, look_cursor;
     stage_counts_t counts;
     stage_lane_t lane[FFN_CUDA_MAX_LANES];
     stage_line_at_t lines[STAGE_LINES];
@@ -107,10 +107,11 @@ typedef struct stage_scheduler {
 
 PROTOCOL_FUNCTION uint32_t stage_count_bits(uint64_t bits)
 {
-    uint32_t count = 0;
-    for (; bits; bits &= bits - 1)
-        count++;
-    return count;
+#ifdef __CUDA_ARCH__
+    return (uint32_t)__popcll((long long)bits);
+#else
+    return (uint32_t)__builtin_popcountll(bits);
+#endif
 }
 PROTOCOL_FUNCTION uint32_t stage_first_bit(uint64_t bits)
 {
@@ -145,7 +146,7 @@ PROTOCOL_FUNCTION void stage_scheduler_begin(stage_scheduler_t *s, stage_table_t
     s->poster.lease = s->poster.left = 0;
     s->poster.commands = s->poster.requests = 0;
     s->chunk.number = 0;
-    s->chunk_busy = s->job_cursor = 0;
+    s->chunk_busy = s->job_cursor = s->look_cursor = 0;
     s->counts.invocations = s->counts.rows = s->counts.resident = s->counts.host = 0;
     s->counts.abandoned = s->counts.dropped = s->counts.queue_ns = s->counts.execute_ns = 0;
     s->counts.lanes_peak = s->counts.lanes_in_use = s->counts.turns = 0;
@@ -231,7 +232,8 @@ PROTOCOL_FUNCTION void stage_scheduler_drop(stage_scheduler_t *s, uint32_t insta
 }
 
 /* ---- lines ---------------------------------------------------------------------------------- */
-/* Any thread of the block, between turns: does the line at `index` want a look? */
+/* Any thread of the block, before a turn and met by the thread that takes it: does the line at
+ * `index` want a look? Its order is that of stage_line_changed(). */
 PROTOCOL_FUNCTION int stage_scheduler_line_changed(const stage_scheduler_t *s, uint32_t index)
 {
     const stage_line_at_t *at = &s->lines[index];
@@ -242,13 +244,12 @@ PROTOCOL_FUNCTION int stage_scheduler_line_changed(const stage_scheduler_t *s, u
 }
 
 PROTOCOL_FUNCTION int stage_line_valid(const stage_about_t *about, const stage_line_t *line,
-                                       uint32_t rank, uint32_t group, uint32_t ffn)
+                                       uint32_t dp, uint32_t group, uint32_t ffn)
 {
     if (line->layer >= about->layers || line->kind >= MAILBOX_KIND_COUNT ||
-        line->rows > about->max_rows || !(group >> ffn & 1) ||
-        line->rows != line->dp_rows[rank / about->tp])
+        line->rows > about->max_rows || !(group >> ffn & 1) || line->rows != line->dp_rows[dp])
         return 0;
-    for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
+    for (uint32_t i = 0; about->dp > 1 && i < MAILBOX_MAX_DP; i++)
         if (i < about->dp && line->dp_rows[i] > about->max_rows)
             return 0;
     return 1;
@@ -285,7 +286,7 @@ PROTOCOL_FUNCTION void stage_scheduler_line(stage_scheduler_t *s, uint32_t index
     if (look == MAILBOX_NONE)
         return;
     const uint32_t group = look == MAILBOX_LIVE ? stage_layer_group(about, line->layer) : 0;
-    if (look == MAILBOX_NONSENSE || !stage_line_valid(about, line, at->rank, group, s->ffn)) {
+    if (look == MAILBOX_NONSENSE || !stage_line_valid(about, line, at->dp, group, s->ffn)) {
         stage_scheduler_drop(s, at->instance, XP_PEER);
         return;
     }
@@ -302,10 +303,11 @@ PROTOCOL_FUNCTION void stage_scheduler_line(stage_scheduler_t *s, uint32_t index
     work->gathered |= 1u << at->rank;
     if (work->gathered != (1u << work->ranks) - 1)
         return;
-    work->rows = 0;
-    for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
+    uint32_t rows = line->dp_rows[0];
+    for (uint32_t i = 1; about->dp > 1 && i < MAILBOX_MAX_DP; i++)
         if (i < about->dp)
-            work->rows += work->line.dp_rows[i];
+            rows += line->dp_rows[i];
+    work->rows = rows;
     work->group = group;
     work->members = stage_count_bits(group);
     work->member = stage_count_bits(group & ((1u << s->ffn) - 1));
@@ -706,6 +708,7 @@ PROTOCOL_FUNCTION void stage_scheduler_list_lines(stage_scheduler_t *s)
             at->line = &page->lines[rank];
             at->instance = i;
             at->rank = rank;
+            at->dp = rank / work->about.tp;
         }
     }
     s->relist = 0;
@@ -787,7 +790,8 @@ PROTOCOL_FUNCTION void stage_scheduler_look(stage_scheduler_t *s, uint64_t now_n
             stage_scheduler_fail(s, STAGE_FAILURE_RUNTIME, 0, 0, s->ffn, 0, 0, failure);
     }
     if (s->instances) {
-        const uint32_t one = (uint32_t)(s->turn / STAGE_LOOK_TURNS % s->instances);
+        const uint32_t one = s->look_cursor;
+        s->look_cursor = one + 1 < s->instances ? one + 1 : 0;
         if (stage_scheduler_order(s, one))
             s->relist = 1;
         stage_scheduler_age(s, one, now_ns);
@@ -826,6 +830,14 @@ PROTOCOL_FUNCTION uint32_t stage_scheduler_lanes_ended(const stage_scheduler_t *
 }
 
 /* ---- a turn --------------------------------------------------------------------------------- */
+/* Nothing to do but to look at lines and Lanes again? Then, when they have nothing new either, a
+ * turn may be counted only (s->turn++): turns must be short for a line to be found soon. */
+PROTOCOL_FUNCTION int stage_scheduler_quiet(const stage_scheduler_t *s)
+{
+    return s->waiting == 0 && (s->queued == 0 || s->lanes_free == 0) &&
+           (s->jobs == 0 || s->chunk_busy) && s->turn % STAGE_LOOK_TURNS != 0;
+}
+
 /* changed: bit i of word i / 32 for each line that stage_scheduler_line_changed() found; ended:
  * bits of Lanes that stage_scheduler_lane_ended() found. Returns 1 while the scheduler is to go on.
  */

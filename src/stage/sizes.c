@@ -174,3 +174,48 @@ xp_status_t stage_plan_check(const fabric_plan_instance_t *instance)
                            layer, instance->layer_group[layer]);
     return XP_OK;
 }
+
+xp_status_t stage_head_check(const stage_head_t *head, const fabric_plan_instance_t *instance,
+                             uint32_t index, uint64_t generation, uint32_t ffn)
+{
+    if (head->magic != STAGE_MAGIC)
+        return xp_fail(XP_PEER, "descriptor is no stage (magic %#x)", head->magic);
+    if (head->abi != STAGE_ABI)
+        return xp_fail(XP_PEER, "stage has ABI %u, this build %u", head->abi, STAGE_ABI);
+    if (head->instance != index || head->ffn != ffn || head->generation != generation)
+        return xp_fail(XP_PEER,
+                       "stage of FfnAgent %u for Instance %u in Generation %llu; expected was that "
+                       "of FfnAgent %u for Instance %u in Generation %llu",
+                       head->ffn, head->instance, (unsigned long long)head->generation, ffn, index,
+                       (unsigned long long)generation);
+    if (head->ranks != fabric_plan_ranks(instance) || head->dp_size != instance->atn_dp ||
+        head->hidden != instance->hidden || head->max_rows != instance->max_rows ||
+        head->dtype != instance->dtype || head->bytes != stage_page_bytes(instance))
+        return xp_fail(XP_PEER,
+                       "stage of FfnAgent %u: %u ranks, DP %u, %u x %u, dtype %u; planned are "
+                       "%u ranks, DP %u, %u x %u, dtype %u",
+                       ffn, head->ranks, head->dp_size, head->max_rows, head->hidden, head->dtype,
+                       fabric_plan_ranks(instance), instance->atn_dp, instance->max_rows,
+                       instance->hidden, instance->dtype);
+    return XP_OK;
+}
+
+xp_status_t stage_partials_check(const stage_partials_t *partials,
+                                 const fabric_plan_instance_t *instance, uint32_t index,
+                                 uint32_t ffn)
+{
+    if (partials->magic != STAGE_PARTIALS_MAGIC || partials->abi != STAGE_ABI)
+        return xp_fail(XP_PEER, "descriptor holds no partials of ABI %u (magic %#x, ABI %u)",
+                       STAGE_ABI, partials->magic, partials->abi);
+    if (partials->instance != index || partials->ffn != ffn ||
+        partials->members != stage_partials_members(instance, ffn) ||
+        partials->rows != stage_total_rows(instance) || partials->hidden != instance->hidden ||
+        partials->bytes != stage_partials_bytes(instance, ffn))
+        return xp_fail(XP_PEER,
+                       "partials of FfnAgent %u for Instance %u: %u members, %u x %u; planned are "
+                       "FfnAgent %u, Instance %u: %u members, %llu x %u",
+                       partials->ffn, partials->instance, partials->members, partials->rows,
+                       partials->hidden, ffn, index, stage_partials_members(instance, ffn),
+                       (unsigned long long)stage_total_rows(instance), instance->hidden);
+    return XP_OK;
+}

@@ -67,6 +67,9 @@ typedef struct stage_ffn_config {
     uint32_t ffn;                      /* index among the FfnAgents */
     const transport_cuda_life_t *life; /* of this process, or NULL where no MPS is used */
     cuda_address_t dispatch; /* of the ffn_cuda_dispatch_t that executes; 0: echo (benchmarks) */
+    /* Rows of so many elements at most are moved by the scheduler's own warp. 0: the default. */
+    uint32_t own_elements;
+    bool notes; /* keep what stage_ffn_counters_t says of jobs */
 } stage_ffn_config_t;
 
 /* Takes all device memory and loads all code; launches nothing that stays. */
@@ -111,6 +114,9 @@ typedef struct stage_ffn_counters {
     uint64_t lanes_peak, lanes_in_use;
     uint64_t turns; /* of the scheduler's loop */
     uint64_t longest_turn_ns;
+    /* With `notes`, of jobs of one chunk, summed: from the look that found the line to the job's
+     * begin, to its end, to the published answer. */
+    uint64_t noted, noted_taken_ns, noted_job_ns, noted_answer_ns, noted_longest_ns;
 } stage_ffn_counters_t;
 xp_status_t stage_ffn_counters(stage_ffn_t *ffn, uint64_t deadline_ns,
                                stage_ffn_counters_t *counters_out);
@@ -132,10 +138,13 @@ typedef struct stage_client stage_client_t;
 typedef struct stage_client_config {
     const cuda_device_t *device;
     const fabric_plan_instance_t *instance; /* copied */
+    uint32_t index;                         /* its place in the plan, and the plan's Generation: */
+    uint64_t generation;                    /* a stage of another one is refused */
     uint32_t rank;
     stage_path_t path;
     const transport_cuda_life_t *life;
-    uint64_t limit_ns; /* of one wait */
+    uint64_t limit_ns;   /* of one wait */
+    uint64_t call_bytes; /* rows that one launch puts, waits for and takes; 0: the default */
 } stage_client_config_t;
 
 xp_status_t stage_client_create(const stage_client_config_t *config, stage_client_t **client_out);

@@ -69,13 +69,21 @@ typedef struct stage_counts {
     uint64_t lanes_peak, lanes_in_use, turns, longest_turn_ns;
 } stage_counts_t;
 
+/* Where the time of jobs of one chunk goes, summed, when `notes` is set: from the look that found
+ * the line to the job's begin, to its end as the scheduler sees it, to the published answer. */
+typedef struct stage_notes {
+    uint64_t count, taken_ns, job_ns, answer_ns, longest_ns;
+} stage_notes_t;
+
 typedef struct stage_table {
     /* Host: constant. */
     uint32_t magic, instances, ffn, policy;
     uint64_t seed, submission_timeout_ns;
     uint64_t dispatch; /* ffn_cuda_dispatch_t, or 0: echo */
     uint32_t echo_lanes, own_life;
-    uint8_t pad0[MAILBOX_LINE - 48];
+    uint32_t own_elements; /* jobs of at most so many are done by the scheduler's own warp */
+    uint32_t notes;        /* not 0: keep stage_notes_t */
+    uint8_t pad0[MAILBOX_LINE - 56];
     /* Host: orders. */
     uint32_t stop;     /* leave at once */
     uint32_t shutdown; /* finish what was taken, take nothing new, leave */
@@ -86,6 +94,7 @@ typedef struct stage_table {
     uint8_t pad2[MAILBOX_LINE - 8];
     stage_failure_t failure;
     stage_counts_t counts;
+    stage_notes_t noted;
     stage_instance_t instance[FABRIC_MAX_INSTANCES];
 } stage_table_t;
 #endif

@@ -505,6 +505,8 @@ static void client_role(int argc, char **argv)
     self.geometry = stage_geometry(plan);
     stage_client_config_t config = {.device = &self.role.device,
                                     .instance = plan,
+                                    .index = self.instance,
+                                    .generation = self.role.plan.generation,
                                     .path = relay ? STAGE_RELAY : STAGE_DIRECT,
                                     .life = &self.role.life,
                                     .limit_ns = 20 * XP_NS_PER_S};

@@ -247,8 +247,11 @@ class System:
         return result.returncode, result.stdout, result.stderr
 
     def start(self, timeout=60):
+        said = self.log().count("ready in")
         self.up = self.launch("up", *self.arguments)
         self.wait_ready(timeout)
+        # `up` asks the daemon now and then; until it has seen READY, an Instance's end ends the start.
+        wait_until(lambda: self.log().count("ready in") > said, 10, "xpool up says that it is ready")
         return self
 
     def start_by_hand(self, timeout=60):

@@ -37,13 +37,16 @@ class Range:
         self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).view(SLOTS, self.token_bytes)
         self.bytes[mapped:] = FORBIDDEN
         self.mapped = self.ceiling = mapped
+        self.admit = 2**32 - 1
         self.commands, self.reports, self.was_refused = [], [], False
 
     def memory(self, size):
         return memoryview(self.buffer)[:size]
 
     def info(self):
-        return types.SimpleNamespace(ceiling_tokens=self.ceiling, mapped_tokens=self.mapped)
+        return types.SimpleNamespace(
+            ceiling_tokens=self.ceiling, mapped_tokens=self.mapped, admit_tokens=self.admit
+        )
 
     def poll(self, step, least):
         return self.commands.pop(0) if self.commands else None

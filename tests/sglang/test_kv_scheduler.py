@@ -369,6 +369,24 @@ class Scenes(unittest.TestCase):
         self.run_until(simulation, request.finished)
         self.assertEqual(list(request.output_ids), request.wanted)
 
+    def test_a_squeezed_group_begins_nothing_new(self):
+        simulation = Simulation(8 * BUNDLE)
+        first = simulation.add("first", list(range(30)), 20)
+        simulation.step()
+        simulation.kv.admit = BUNDLE
+        second = simulation.add("second", list(range(50, 80)), 5)
+        self.run_until(simulation, first.finished)  # who runs goes on
+        for _ in range(5):
+            self.assertIsNone(simulation.step())
+        self.assertEqual(len(second.output_ids), 0)
+        self.assertEqual(simulation.wanted(), 0)  # memory is not what it lacks
+        small = simulation.add("small", [9] * 8, 3)
+        simulation.scheduler.waiting_queue.reverse()
+        self.run_until(simulation, small.finished)
+        simulation.kv.admit = 2**32 - 1
+        self.run_until(simulation, second.finished)
+        self.assertEqual([list(r.output_ids) for r in (first, second)], [r.wanted for r in (first, second)])
+
     def test_a_decode_waits_and_is_not_killed(self):
         simulation = Simulation(8 * BUNDLE)
         request = simulation.add("one", list(range(30)), 60)
@@ -386,6 +404,20 @@ class Scenes(unittest.TestCase):
         simulation.command(kvs.GROW, 8 * BUNDLE)
         self.run_until(simulation, request.finished)
         self.assertEqual((list(request.output_ids), request.retraction_count), (request.wanted, 0))
+
+    def test_a_pause_that_puts_all_back_ends_the_demand(self):
+        simulation = Simulation(8 * BUNDLE)
+        request = simulation.add("one", list(range(30)), 60)
+        self.run_until(simulation, lambda: len(request.output_ids) == 10)
+        simulation.command(kvs.SHRINK, BUNDLE)
+        self.run_until(simulation, lambda: simulation.wanted() > 0)
+        scheduler = simulation.scheduler
+        scheduler.running_batch.release_req(0, 0, scheduler.server_args)  # as pause_generation does
+        scheduler.running_batch.filter_batch(keep_indices=[])
+        scheduler.last_batch = None
+        with mock.patch.object(plugin, "_elastic", simulation.elastic):
+            plugin._begin(scheduler, [])
+        self.assertEqual(simulation.wanted(), 0)
 
     def test_without_a_grant_requests_are_retracted_and_come_back(self):
         simulation = Simulation(8 * BUNDLE)

@@ -5,12 +5,14 @@
  * those by which hosts speak with each other and with the scheduler, whose answers are given at
  * once.
  */
-#define FAKE_OBJECTS             4096
-#define fake_cuModuleGetFunction unused_cuModuleGetFunction
-#define fake_cuLaunchKernel      base_cuLaunchKernel
+#define FAKE_OBJECTS                   4096
+#define fake_cuModuleGetFunction       unused_cuModuleGetFunction
+#define fake_cuLaunchKernel            base_cuLaunchKernel
+#define fake_cuLaunchCooperativeKernel base_cuLaunchCooperativeKernel
 #include "../unit/cuda/fake_driver.h"
 #undef fake_cuModuleGetFunction
 #undef fake_cuLaunchKernel
+#undef fake_cuLaunchCooperativeKernel
 
 #include "stage/table.h"
 
@@ -76,6 +78,19 @@ static void run_page_start(const fake_launch_t *launch)
     memset(address(launch), 0, sizeof(stage_page_t));
     memcpy(address(launch), launch->values[1], sizeof(stage_head_t));
 }
+static void run_partials_start(const fake_launch_t *launch)
+{
+    stage_partials_t *partials = address(launch);
+    memset(partials, 0, sizeof(*partials));
+    partials->magic = STAGE_PARTIALS_MAGIC;
+    partials->abi = STAGE_ABI;
+    memcpy(&partials->bytes, launch->values[1], sizeof(partials->bytes));
+    partials->instance = word(launch, 2);
+    partials->ffn = word(launch, 3);
+    partials->members = word(launch, 4);
+    partials->rows = word(launch, 5);
+    partials->hidden = word(launch, 6);
+}
 static void run_arena_start(const fake_launch_t *launch)
 {
     memcpy(address(launch), launch->values[1], sizeof(mailbox_arena_t));
@@ -94,6 +109,7 @@ static const fake_kernel_t known[] = {
     {"stage_post", run_post, {8, 4}},
     {"stage_describe", run_describe, {8, sizeof(stage_about_t), 4}},
     {"stage_page_start", run_page_start, {8, sizeof(stage_head_t)}},
+    {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
     {"stage_close", run_close, {8, 4}},
     {"stage_relay", run_relay, {8, 8, 8}},
     {"transport_post", run_transport_post, {8, 4}},
@@ -139,6 +155,19 @@ static int fake_cuLaunchKernel(cuda_function_t function, unsigned gx, unsigned g
     if (((const fake_kernel_t *)function)->run == run_relay)
         relay_stream = stream;
     return base_cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra);
+}
+
+/* A client of MPS shares its GPU: the blocks of others may keep a cooperative grid from starting,
+ * or wait behind it, so no process of ours may launch one there. */
+static int fake_cuLaunchCooperativeKernel(cuda_function_t function, unsigned gx, unsigned gy,
+                                          unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                                          unsigned shared, cuda_stream_t stream, void **parameters)
+{
+    const char *pipe = getenv("CUDA_MPS_PIPE_DIRECTORY");
+    if (pipe && access(pipe, F_OK) == 0)
+        return CUDA_RESULT_NOT_SUPPORTED;
+    return base_cuLaunchCooperativeKernel(function, gx, gy, gz, bx, by, bz, shared, stream,
+                                          parameters);
 }
 
 __attribute__((constructor)) static void begin(void)

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# ThreadSanitizer over Transport and Fabric, and over the stages of the GPUs' data plane: each program
-# must be clean as it is, and the sanitizer must find the release store that XPOOL_WEAKEN_RELEASE
-# weakens. Exits 0 only if all of it holds.
+# ThreadSanitizer over Transport and Fabric, over the stages of the GPUs' data plane, and over the KV
+# control channel: each program must be clean as it is, and the sanitizer must find the release store
+# that XPOOL_WEAKEN_RELEASE weakens. Exits 0 only if all of it holds.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d) || exit 1
@@ -16,6 +16,10 @@ for file in "$root"/src/transport/*.c; do
     case "${file##*/}" in cuda_*) ;; *) fabric="$fabric $file" ;; esac
 done
 stage="-I$root/tests/unit/stage $root/tests/tsan/race_stage.c"
+kv="$root/tests/tsan/race_kv.c"
+for part in kv/channel kv/rank kv/market kv/policy base/status base/memfd base/failpoint base/log; do
+    kv="$kv $root/src/$part.c"
+done
 
 build() { # name, sources, flags...
     name=$1 sources=$2
@@ -60,3 +64,4 @@ check() { # name, sources
 
 check fabric "$fabric"
 check stage "$stage"
+check kv "$kv"

@@ -8,13 +8,11 @@
     idle                        the check for leaks knows what is lent out
 
 A step is one round of the scheduler's loop. Ranks of one group are in step, since each round begins with
-a broadcast from rank 0; what rank 0 alone knows (a grow that all have mapped, the ceiling of now, that
-patience is at an end) travels in it.
+a broadcast from rank 0; what rank 0 alone knows (a grow that all have mapped, the ceiling of now, up to
+where it may admit, that patience is at an end) travels in it.
 """
 
-import contextlib
 import logging
-import os
 import time
 from collections import namedtuple
 from http import HTTPStatus
@@ -49,7 +47,7 @@ REFUSED_PATIENCE_NS = 500_000_000  # when the daemon has said that there is none
 LAST_PATIENCE = 4  # times as long
 
 _TAG = "xpool-kv"  # the first item of what rank 0 adds to the requests of a round
-Word = namedtuple("Word", "ceiling retract grow trim")
+Word = namedtuple("Word", "ceiling admit retract grow trim")
 Demand = namedtuple("Demand", "kind tokens since deadline request")
 
 _kv = None
@@ -64,10 +62,10 @@ class Elastic:
         self.ttft_ns, self.tbt_ns = (int(ms * 1e6) for ms in slo)
         self.group_ranks, self.clock = group_ranks, clock
         self.step = 0
-        self.word = Word(self.kv.info().ceiling_tokens, False, 0, False)
+        info = self.kv.info()
+        self.word = Word(info.ceiling_tokens, info.admit_tokens, False, 0, False)
         self.grown = None  # a grow that rank 0 has yet to tell
         self.told = None  # the last Word that it told
-        self.bell = None  # wakes a scheduler that sleeps while idle
         self.goal = room.mapped  # slots that the daemon wants to remain
         self.left = None  # what was held when the last shrink came to its end
         self.held = None  # a batch whose decode waits
@@ -81,10 +79,9 @@ class Elastic:
     def begin(self, word):
         """One step begins: what rank 0 says, then what the channel says."""
         self.step = (self.step + 1) & 0xFFFFFFFF
+        if word.admit > self.word.admit:
+            self.scheduler.running_batch.batch_is_full = False
         self.word = word
-        if self.bell is not None:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.bell, 8)
         if word.grow:
             self._grow(word.grow, word.trim)
         command = self.kv.poll(self.step, self.room.needed())
@@ -105,8 +102,10 @@ class Elastic:
     def next_word(self):
         """What rank 0 says at the beginning of the next step."""
         grown, self.grown = self.grown, None
+        info = self.kv.info()
         return Word(
-            self.kv.info().ceiling_tokens,
+            info.ceiling_tokens,
+            info.admit_tokens,
             self._patience_over(),
             grown.tokens if grown else 0,
             bool(grown and grown.trim),
@@ -153,7 +152,7 @@ class Elastic:
                 self._want_rest(chunked, remaining)
                 return None
             self.decode_since = self.decode = None
-        if self.prefill is not None and scheduler.running_batch.is_empty():
+        if scheduler.running_batch.is_empty():
             scheduler.running_batch.batch_is_full = False
         if not scheduler.running_batch.batch_is_full:
             self.prefill = None
@@ -185,6 +184,9 @@ class Elastic:
         if fitting < 1:
             self.unfit.append(request)
             return AddReqResult.NO_TOKEN
+        begun = sum(one.extend_input_len for one in adder.can_run_list)
+        if self.room.needed() + begun + request.extend_input_len > self.word.admit:
+            return AddReqResult.NO_TOKEN  # another Instance waits for what live requests have here
         if parameters.max_new_tokens - len(request.output_ids) > fitting:
             # As SGLang does when a request comes, by the capacity of then.
             parameters.max_new_tokens = len(request.output_ids) + fitting
@@ -343,6 +345,8 @@ class Elastic:
 
     def report(self):
         scheduler = self.scheduler
+        if scheduler.running_batch.is_empty() and scheduler.chunked_req is None:
+            self.decode_since = self.decode = None  # who waited was ended or put back from outside
         running = len(scheduler.running_batch.reqs) + (scheduler.chunked_req is not None)
         demand = self.decode or self.prefill
         if demand is not None and demand.tokens <= self.room.allocator.limit:
@@ -466,8 +470,7 @@ def _make(scheduler):
     if scheduler.idle_sleeper is not None and _kv.info().bell >= 0:
         import zmq
 
-        _elastic.bell = _kv.info().bell
-        scheduler.idle_sleeper.poller.register(_elastic.bell, zmq.POLLIN)
+        scheduler.idle_sleeper.poller.register(_kv.info().bell, zmq.POLLIN)
 
 
 # --- hooks -------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ static void every_key_is_found_again_after_a_slip(void **state)
 static void the_registry_is_consistent(void **state)
 {
     clear_environment();
-    config_t *config = load(TEST_MODEL);
+    config_t *config = load(TEST_MODEL "[atn]\ndevices = ['cpu:0']\n[ffn]\ndevices = ['cuda:0']\n");
     for (uint32_t i = 0; i < config_setting_count; i++) {
         const config_setting_t *setting = &config_settings[i];
         assert_ptr_equal(config_setting_find(setting->key), setting); /* no key twice */
@@ -206,8 +206,11 @@ static void the_registry_is_consistent(void **state)
             assert_non_null(config_setting_find(setting->alias_of));
             continue;
         }
-        /* Every default passes its own checks: the load above applied it. */
-        assert_non_null(config_setting_slot(config, setting, 0)->origin);
+        /* Every default passes its own checks: the load above applied it, to the first device (a
+         * CPU) or, of a GPU's settings, to the second. */
+        assert_non_null(
+            config_setting_slot(config, setting, strstr(setting->key, "\"cuda:N\"") ? 1 : 0)
+                ->origin);
     }
     config_destroy(config);
 }

@@ -705,9 +705,10 @@ static void members_get_the_partials_of_their_first(void **state)
     rank_t ranks[2];
     start(&f, "'cuda:0', 'cuda:1'", 2, "", "ffn_tp_size = 2\nattention_tp = 2");
     offer_stage(f.ffn[0], xpw_StageKind_STAGE_PARTIALS, 0, 300);
-    expect_stage(f.ffn[1], xpw_StageKind_STAGE_PARTIALS, 0, 300);
     offer_stage(f.ffn[0], xpw_StageKind_STAGE_ROWS, 0, 200);
+    assert_true(silent(f.ffn[1])); /* it still loads, and has nothing to map them into */
     offer_stage(f.ffn[1], xpw_StageKind_STAGE_ROWS, 0, 201);
+    expect_stage(f.ffn[1], xpw_StageKind_STAGE_PARTIALS, 0, 300);
     executable(&f);
     start_rank(&f, 1, &ranks[1]);
     offer_arena(&f, &ranks[1], 101, XP_DTYPE_BF16);
@@ -777,6 +778,32 @@ static void with_the_relay_the_agents_arenas_take_the_place_of_the_instances(voi
     assert_int_equal(finish(&f), 0);
 }
 
+static void an_atnagent_that_dies_while_arenas_are_attached_is_the_failure(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    start(&f, "'cuda:0'", 1, "fabric.provider = 'p2p-relay'\n", "ffn_tp_size = 2");
+    start_rank(&f, 0, &rank);
+    offer_arena(&f, &rank, 100, XP_DTYPE_BF16);
+    offer_stage(f.ffn[0], xpw_StageKind_STAGE_ROWS, 0, 200);
+    offer_stage(f.ffn[1], xpw_StageKind_STAGE_ROWS, 0, 201);
+    executable(&f);
+    offer_stage(f.atn[0], xpw_StageKind_STAGE_RELAY, 0, 400);
+    uint64_t lease = 0;
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        lease = expect_arena(f.ffn[i], 0, 400);
+    attached(f.ffn[0], 0, lease, "");
+    shutdown(f.atn[0], SHUT_RDWR); /* the rank's process holds it too */
+    xpw_Envelope *failure = expect(f.ffn[1], xpw_Envelope_failure_tag, 0);
+    assert_string_equal(failure->body.failure.who, "atnagent cuda:0");
+    attached(f.ffn[1], 0, lease, ""); /* on its way when the other died */
+    kill_rank(&rank);
+    close(f.atn[0]);
+    close(f.ffn[0]);
+    close(f.ffn[1]);
+    assert_int_equal(wait_daemon(&f), 1);
+}
+
 static void an_agent_that_cannot_let_go_ends_the_generation(void **state)
 {
     fixture_t f;
@@ -821,6 +848,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(an_instance_gets_the_stages_when_every_member_has_its_arena),
         cmocka_unit_test(members_get_the_partials_of_their_first),
         cmocka_unit_test(with_the_relay_the_agents_arenas_take_the_place_of_the_instances),
+        cmocka_unit_test(an_atnagent_that_dies_while_arenas_are_attached_is_the_failure),
         cmocka_unit_test(an_agent_that_cannot_let_go_ends_the_generation),
         cmocka_unit_test(without_mps_there_is_no_daemon),
     };

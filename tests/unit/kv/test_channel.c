@@ -161,7 +161,7 @@ static void a_report_is_read_whole(void **state)
     channel->groups[0].report_sequence |= 1;
     kv_report_t report;
     assert_false(kv_group_report_read(&channel->groups[0], &report));
-    kv_channel_reset_group(channel, 0);
+    kv_channel_reset_group(channel, &channel->groups[0], 0);
     assert_true(kv_group_report_read(&channel->groups[0], &report));
     assert_int_equal(report.live_bundles, 0);
     kv_channel_unmap(channel);

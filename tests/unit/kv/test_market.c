@@ -315,6 +315,39 @@ static void nonsense_is_a_fault_and_no_credit(void **state)
     assert_int_equal(kv_group_command(&channel->groups[0]).sequence, 1);
 }
 
+/* Every rank can write all of the channel: what the daemon made constant it knows by itself. */
+static void what_a_rank_writes_over_constants_is_nobodys_harm(void **state)
+{
+    begin();
+    channel->pool_count = channel->group_count = channel->partition_count = UINT32_MAX;
+    channel->pools[0].bytes = UINT64_MAX;
+    for (uint32_t g = 0; g < 2; g++) {
+        kv_group_entry_t *group = &channel->groups[g];
+        group->first_partition = group->partition_count = group->instance = UINT32_MAX;
+        group->bundle_bytes = group->token_bytes = 1;
+        group->bundle_tokens = group->page_tokens = 0;
+        group->reserved_bundles = UINT32_MAX;
+        group->elastic = 0;
+    }
+    for (uint32_t p = 0; p < 3; p++)
+        channel->partitions[p].pool = UINT32_MAX;
+    report(1, 5, 60);
+    steps();
+    assert_int_equal(step.faults[1], KV_FAULT_NONE);
+    assert_int_equal(kv_group_command(&channel->groups[1]).bundles, 60);
+    channel->partitions[2].group = 1;
+    answer(2, 0);
+    steps();
+    assert_int_equal(charged(), 10 + 60);
+    assert_int_equal(kv_market_set(&market, 1, 5, 81), XP_INVALID); /* its range ends at 80 */
+    assert_int_equal(kv_market_possible_bundles(&market, 1), 80);
+    kv_market_end(&market, 0);
+    kv_market_start(&market, 0, 0);
+    steps();
+    assert_int_equal(channel->partitions[0].state, KV_PARTITION_ABSENT);
+    assert_int_equal(channel->partitions[1].state, KV_PARTITION_ABSENT);
+}
+
 static void floors_and_ceilings_change_live(void **state)
 {
     begin();
@@ -430,6 +463,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(deaths_return_every_byte, fresh, done),
         cmocka_unit_test_setup_teardown(silence_is_reported_then_a_fault, fresh, done),
         cmocka_unit_test_setup_teardown(nonsense_is_a_fault_and_no_credit, fresh, done),
+        cmocka_unit_test_setup_teardown(what_a_rank_writes_over_constants_is_nobodys_harm, fresh,
+                                        done),
         cmocka_unit_test_setup_teardown(floors_and_ceilings_change_live, fresh, done),
         cmocka_unit_test_setup_teardown(floors_of_others_bound_a_ceiling, fresh, done),
         cmocka_unit_test_setup_teardown(a_floor_of_somebody_absent_is_kept_once_it_is_free, fresh,

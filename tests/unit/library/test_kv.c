@@ -26,12 +26,20 @@ typedef struct fixture {
 
 static fixture_t f;
 
+static uint64_t room_left;
+
+static uint64_t room(void *context)
+{
+    return room_left;
+}
+
 static library_kv_place_t place(uint32_t rank)
 {
     return (library_kv_place_t){.channel_fd = f.fd,
                                 .daemon_bell = f.daemon_bell,
                                 .bell = f.bells[rank],
                                 .partition = rank,
+                                .room_bytes = room,
                                 .name = "xpool-kv:test"};
 }
 
@@ -48,6 +56,7 @@ static void make_channel(uint32_t ranks)
                             .reserved_bundles = RESERVED,
                             .elastic = true};
     memset(&f, 0, sizeof(f));
+    room_left = UINT64_MAX;
     assert_int_equal(kv_channel_create(7, &pool, 1, &plan, 1, &f.fd, &f.channel), XP_OK);
     assert_int_equal(kv_bell_create(&f.daemon_bell), XP_OK);
     for (uint32_t r = 0; r < ranks; r++)
@@ -160,6 +169,34 @@ static void test_grow_and_shrink(void **state)
         assert_int_equal(memory[i], 0);
     assert_int_equal(memory[0], 7);
     assert_ptr_equal(info(0).address, memory);
+}
+
+/* Memory that the machine does not have would end the process at its first use. */
+static void test_no_room(void **state)
+{
+    xpool_kv_command_t out;
+    start(1);
+    room_left = 1 << 20;
+    command(10, false);
+    assert_int_equal(poll_rank(0, 1, 0, &out), XPOOL_OK);
+    assert_int_equal(out.tokens, TOKENS(FLOOR));
+    expect_completion(0, FLOOR);
+}
+
+/* The daemon rings too when no command came of it. */
+static void test_words_without_a_command(void **state)
+{
+    xpool_kv_command_t out;
+    uint64_t rung;
+    start(1);
+    assert_int_equal(info(0).admit_tokens, UINT32_MAX);
+    f.group->admit_bundles = FLOOR;
+    kv_bell_ring(f.bells[0]);
+    assert_int_equal(poll_rank(0, 1, 0, &out), XPOOL_RETRY);
+    assert_int_equal(read(f.bells[0], &rung, sizeof(rung)), -1); /* else a loop would spin on it */
+    assert_int_equal(info(0).admit_tokens, TOKENS(FLOOR));
+    f.group->admit_bundles = 1u << 31;
+    assert_int_equal(info(0).admit_tokens, UINT32_MAX);
 }
 
 static void test_newest_command_counts(void **state)
@@ -297,6 +334,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(test_range, tear_down),
         cmocka_unit_test_teardown(test_grow_and_shrink, tear_down),
+        cmocka_unit_test_teardown(test_no_room, tear_down),
+        cmocka_unit_test_teardown(test_words_without_a_command, tear_down),
         cmocka_unit_test_teardown(test_newest_command_counts, tear_down),
         cmocka_unit_test_teardown(test_two_ranks, tear_down),
         cmocka_unit_test_teardown(test_reports, tear_down),

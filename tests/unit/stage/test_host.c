@@ -127,7 +127,13 @@ static void run_partials_start(const fake_launch_t *launch)
 {
     stage_partials_t *partials = pointer(launch, 0);
     partials->magic = STAGE_PARTIALS_MAGIC;
+    partials->abi = STAGE_ABI;
+    partials->bytes = argument(launch, 1);
+    partials->instance = (uint32_t)argument(launch, 2);
+    partials->ffn = (uint32_t)argument(launch, 3);
     partials->members = (uint32_t)argument(launch, 4);
+    partials->rows = (uint32_t)argument(launch, 5);
+    partials->hidden = (uint32_t)argument(launch, 6);
     memset(partials->ready, 0, sizeof(partials->ready));
 }
 static void run_post(const fake_launch_t *launch)
@@ -654,6 +660,46 @@ static void test_refusals(void **state)
     says("not open yet");
 }
 
+/* Two Instances of one model: their stages and partials differ in nothing but whose they are. */
+static void test_whose_stage(void **state)
+{
+    int fd;
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 3);
+    plan.generation = 7;
+    plan.instances[1] = plan.instances[0];
+    plan.instance_count = 2;
+    ok(make_ffn(0));
+    ok(make_ffn(1));
+    ok(stage_ffn_export_partials(ffn[0], 1, &fd));
+    assert_int_equal(stage_ffn_import_partials(ffn[1], 0, 0, fd), XP_PEER);
+    says("for Instance 1");
+    ok(stage_ffn_import_partials(ffn[1], 1, 0, fd));
+    close(fd);
+    ok(stage_ffn_export(ffn[0], 0, &fd));
+    assert_int_equal(stage_ffn_import_partials(ffn[1], 0, 0, fd), XP_PEER);
+    says("no partials");
+    ok(stage_atn_create(&device, &plan, 0, &life, &atn));
+    assert_int_equal(stage_atn_open(atn, 1, 0, fd), XP_PEER);
+    says("for Instance 0 in Generation 7");
+    ok(stage_atn_open(atn, 0, 0, fd));
+    stage_client_config_t config = {.device = &device,
+                                    .instance = &plan.instances[1],
+                                    .index = 1,
+                                    .generation = 7,
+                                    .life = &life,
+                                    .limit_ns = 20};
+    ok(stage_client_create(&config, &client[0]));
+    assert_int_equal(stage_client_open(client[0], 0, fd), XP_PEER);
+    says("for Instance 0");
+    stage_client_destroy(client[0]);
+    config.index = 0;
+    config.generation = 6;
+    ok(stage_client_create(&config, &client[0]));
+    assert_int_equal(stage_client_open(client[0], 0, fd), XP_PEER);
+    says("in Generation 6");
+    close(fd);
+}
+
 static void test_partials_are_needed(void **state)
 {
     plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 3);
@@ -780,10 +826,15 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
-        TEST(test_deliveries), TEST(test_successor),
-        TEST(test_refusals),   TEST(test_partials_are_needed),
-        TEST(test_failures),   TEST(test_time_limit),
-        TEST(test_sizes),      TEST(test_ladders),
+        TEST(test_deliveries),
+        TEST(test_successor),
+        TEST(test_refusals),
+        TEST(test_whose_stage),
+        TEST(test_partials_are_needed),
+        TEST(test_failures),
+        TEST(test_time_limit),
+        TEST(test_sizes),
+        TEST(test_ladders),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
