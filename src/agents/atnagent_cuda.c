@@ -86,12 +86,21 @@ static xp_status_t start_relay(atnagent_t *self)
     return offer_relays(self);
 }
 
+static bool serves_a_rank(const atnagent_t *self)
+{
+    for (uint32_t i = 0; i < self->plan->instance_count; i++)
+        for (uint32_t r = 0; r < fabric_plan_ranks(&self->plan->instances[i]); r++)
+            if (self->plan->instances[i].rank_atn[r] == self->index)
+                return true;
+    return false;
+}
+
 static xp_status_t on_join(atnagent_t *self, const xpw_Join *join, wire_descriptors_t *fds)
 {
     if (self->plan || self->life_fd < 0)
         return xp_fail(XP_PEER, "Join out of order");
     XP_TRY(agent_join(join, fds, &self->plan, NULL));
-    if (self->relay)
+    if (self->relay && serves_a_rank(self))
         XP_TRY(start_relay(self));
     xpw_Envelope envelope = {.which_body = xpw_Envelope_joined_tag};
     envelope.body.joined.generation = join->generation;

@@ -23,7 +23,6 @@
 #include "base/log.h"
 #include "control/gpus.h"
 #include "control/participant.h"
-#include "control/planner_cuda.h"
 #include "ffn/cuda_runtime.h"
 #include "observe/observe.h"
 #include "stage/stage.h"
@@ -167,20 +166,31 @@ static xp_status_t open_device(ffnagent_t *self)
     return transport_cuda_life_open(&self->device, self->life_fd, self->life_index, &self->life);
 }
 
+/* Whether the plan puts weights here; without any the device is left alone. */
+static bool used(const ffnagent_t *self)
+{
+    for (uint32_t i = 0; i < self->plan->instance_count; i++)
+        if (stage_members(&self->plan->instances[i]) & 1u << self->index)
+            return true;
+    return false;
+}
+
 static xp_status_t load_job(void *context)
 {
     ffnagent_t *self = context;
     stage_bytes_t stages;
     if (getenv("XPOOL_TEST_ZERO_FFN"))
         return xp_fail(XP_UNSUPPORTED, "XPOOL_TEST_ZERO_FFN is for FfnAgents on CPU devices");
+    if (!used(self))
+        return XP_OK;
     XP_TRY(open_device(self));
     stage_ffn_bytes(self->plan, self->index, &stages);
     uint64_t taken = stages.stages + stages.partials + stages.tables;
     ffn_cuda_config_t config = {
         .device = &self->device,
         .lanes = self->plan->lanes,
-        .max_rows = planner_cuda_max_rows(self->plan),
-        .buffer_rows = planner_cuda_buffer_rows(self->plan),
+        .max_rows = stage_max_rows(self->plan, self->index),
+        .buffer_rows = stage_buffer_rows(self->plan, self->index),
         .memory_bytes = self->memory_bytes > taken ? self->memory_bytes - taken : 1,
         .resident = !shared(self),
         .shared_role = shared(self),
@@ -263,7 +273,7 @@ static void send_executable(ffnagent_t *self, const ffn_cuda_stats_t *stats)
     executable->templates = stats->templates;
     executable->weights_count = (pb_size_t)self->plan->weights_count;
     for (uint32_t w = 0; w < self->plan->weights_count; w++)
-        executable->weights[w] = ffn_cuda_runtime_model_bytes(self->runtime, w);
+        executable->weights[w] = self->runtime ? ffn_cuda_runtime_model_bytes(self->runtime, w) : 0;
     participant_send(self->participant, &envelope, NULL, 0);
     xp_log_info("executable: %.1f MiB of weights, %u signature(s), %u template(s)",
                 (double)stats->weight_bytes / 1048576.0, stats->signatures, stats->templates);
@@ -322,6 +332,10 @@ static void load_done(void *context, xp_status_t status, const char *error)
         return;
     }
     send_progress(-1, 0, self);
+    if (!used(self)) { /* nothing comes here: no stage, no scheduler */
+        send_executable(self, &(ffn_cuda_stats_t){0});
+        return;
+    }
     if (observe_open(self->config->observe.folder, OBSERVE_FFN, self->configured->name,
                      self->config->observe.records, &self->observe) != XP_OK ||
         make_stages(self) != XP_OK) {
@@ -622,7 +636,7 @@ static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
         if (stage_ffn_shutdown(self->stage) != XP_OK) /* the next looks see it leave */
             give_up(self);
     } else {
-        participant_bye(self->participant, "stopped before it was executable");
+        participant_bye(self->participant, "nothing runs here");
     }
 }
 

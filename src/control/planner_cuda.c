@@ -171,29 +171,6 @@ xp_status_t planner_cuda_ledger(const config_t *config, const config_model_t *mo
 /* ---- FFN devices ------------------------------------------------------------------------------
  */
 
-uint32_t planner_cuda_max_rows(const fabric_plan_t *plan)
-{
-    uint32_t most = 1;
-    for (uint32_t i = 0; i < plan->instance_count; i++) {
-        uint32_t rows = plan->instances[i].max_rows * plan->instances[i].atn_dp;
-        most = rows > most ? rows : most;
-    }
-    return most;
-}
-
-uint32_t planner_cuda_buffer_rows(const fabric_plan_t *plan)
-{
-    /* Rows of several ranks are gathered, results go to several consumers. */
-    uint32_t most = 0;
-    for (uint32_t i = 0; i < plan->instance_count; i++) {
-        const fabric_plan_instance_t *instance = &plan->instances[i];
-        uint32_t rows = instance->max_rows * instance->atn_dp;
-        if (fabric_plan_ranks(instance) > 1 && rows > most)
-            most = rows;
-    }
-    return most;
-}
-
 xp_status_t planner_cuda_workspace(const config_t *config, const plan_result_t *result,
                                    uint64_t *bytes_out)
 {
@@ -215,9 +192,9 @@ xp_status_t planner_cuda_workspace(const config_t *config, const plan_result_t *
     }
     ffn_cuda_ledger_t ledger;
     stage_bytes_t stage;
-    xp_status_t status = ffn_cuda_runtime_bytes(specs, tp_sizes, result->model_count, plan->lanes,
-                                                planner_cuda_max_rows(plan),
-                                                planner_cuda_buffer_rows(plan), true, &ledger);
+    xp_status_t status =
+        ffn_cuda_runtime_bytes(specs, tp_sizes, result->model_count, plan->lanes,
+                               stage_max_rows(plan, 0), stage_buffer_rows(plan, 0), true, &ledger);
     stage_ffn_bytes(plan, 0, &stage);
     free(plan);
     XP_TRY(status);

@@ -30,9 +30,4 @@ xp_status_t planner_cuda_workspace(const config_t *config, const plan_result_t *
                                    uint64_t *bytes_out);
 /* Element types, delivery and provider in the Fabric plan; the stages of each FFN device. */
 void planner_cuda_finish(const config_t *config, plan_result_t *result);
-
-/* Rows of the Lanes' own buffers, and most rows of one Invocation: the same for planner and
- * FfnAgent. */
-uint32_t planner_cuda_buffer_rows(const fabric_plan_t *plan);
-uint32_t planner_cuda_max_rows(const fabric_plan_t *plan);
 #endif

@@ -194,6 +194,12 @@ static void client_describe_put(stage_client_t *client, uint32_t layer, uint32_t
         client->answers = (1u << fabric_group_size(group)) - 1;
 }
 
+/* Who answers the last put, as the kernels take it. */
+static uint32_t client_direct(const stage_client_t *client)
+{
+    return client->answers | (client->path == STAGE_RELAY ? STAGE_ANSWER_STATUS : 0);
+}
+
 static void client_describe_take(const stage_client_t *client, uint32_t captured,
                                  stage_take_t *take)
 {
@@ -214,7 +220,7 @@ xp_status_t stage_client_describe(stage_client_t *client, uint32_t layer, uint32
 {
     XP_TRY(client_check(client, layer, NULL, NULL));
     client_describe_put(client, layer, captured, put_out);
-    *direct_out = client->answers;
+    *direct_out = client_direct(client);
     *parts_out = client->parts;
     return XP_OK;
 }
@@ -236,7 +242,8 @@ xp_status_t stage_client_put(stage_client_t *client, uint32_t layer, cuda_addres
 xp_status_t stage_client_wait(stage_client_t *client, cuda_stream_t stream)
 {
     XP_TRY(client_check(client, 0, NULL, NULL));
-    void *parameters[] = {&client->parts.arena, &client->parts.state, &client->answers,
+    uint32_t direct = client_direct(client);
+    void *parameters[] = {&client->parts.arena, &client->parts.state, &direct,
                           &client->parts.life_word, &client->parts.limit_ns};
     return client_launch(client, STAGE_KERNEL_WAIT, 0, stream, parameters);
 }
@@ -270,11 +277,12 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
     client_describe_take(client, (uint32_t)output->rows, &take);
     if (!live)
         live = stage_client_live(client);
+    uint32_t direct = client_direct(client);
     const void *from = input->data;
     void *to = output->data;
     void *parameters[] = {
-        &put,  &take, &client->parts.arena, &client->parts.state,     &live,
-        &from, &to,   &client->answers,     &client->parts.life_word, &client->parts.limit_ns};
+        &put, &take,   &client->parts.arena,     &client->parts.state,   &live, &from,
+        &to,  &direct, &client->parts.life_word, &client->parts.limit_ns};
     return cuda_launch(client->device, client->control.kernels[STAGE_KERNEL_CALL], 1,
                        client_call_threads(bytes), stream, parameters);
 }

@@ -236,8 +236,7 @@ xp_status_t stage_ffn_import_partials(stage_ffn_t *ffn, uint32_t instance, uint3
                        plan->id, first);
     cuda_block_t block;
     stage_partials_t header;
-    XP_TRY(
-        cuda_block_import(ffn->config.device, fd, stage_partials_bytes(plan, first), &block));
+    XP_TRY(cuda_block_import(ffn->config.device, fd, stage_partials_bytes(plan, first), &block));
     xp_status_t status = stage_control_read(&ffn->control, block.address, sizeof(header),
                                             xp_monotonic_ns() + FFN_START_NS, &header);
     if (status == XP_OK)

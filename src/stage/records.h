@@ -228,45 +228,44 @@ PROTOCOL_FUNCTION void stage_device_put(const stage_put_t *put, transport_device
         stage_target_put(&put->targets[t], &line);
 }
 
-/* One look for the answer. direct: members (bits) that answer with a partial; 0: the response
- * answers. *missing: those not seen yet, all of `direct` before the first look. Returns 1 when
- * over.
- */
+/* Who answers a put: members (bits), each with a partial; none of them: the response. FfnAgents
+ * answer with rows or not at all; with this bit a status is read as well, which a relay writes and
+ * which is a trip to memory of its own. */
+#define STAGE_ANSWER_STATUS  (1u << 31)
+#define STAGE_ANSWER_MEMBERS ((1u << STAGE_MAX_MEMBERS) - 1)
+
+/* One look for the answer. *missing: members not seen yet, as in `direct` before the first look.
+ * Returns 1 when over. */
 PROTOCOL_FUNCTION int stage_device_wait_answer(const mailbox_arena_t *arena,
                                                transport_device_state_t *state, uint32_t direct,
                                                uint32_t *missing)
 {
+    const uint32_t members = direct & STAGE_ANSWER_MEMBERS;
     uint32_t answer = XP_OK;
     mailbox_look_t look = MAILBOX_LIVE;
-    if (direct == 0) {
+    if (members == 0) {
         look = mailbox_word_read(&arena->response.sequence, state->sequence);
-        if (look == MAILBOX_LIVE)
+        if (look == MAILBOX_LIVE && (direct & STAGE_ANSWER_STATUS))
             answer = PROTOCOL_LOAD_RELAXED(&arena->response.status);
     }
-    for (uint32_t left = *missing; direct && left && look != MAILBOX_NONSENSE; left &= left - 1) {
-        uint32_t member = 0, status = XP_OK;
+    for (uint32_t left = *missing & members; left && look != MAILBOX_NONSENSE; left &= left - 1) {
+        uint32_t member = 0;
         while (!(left >> member & 1))
             member++;
-        look = mailbox_partial_read(mailbox_partial_of(arena, member), state->sequence, &status);
-        if (look == MAILBOX_LIVE) {
+        look = mailbox_word_read(&mailbox_partial_of(arena, member)->sequence, state->sequence);
+        if (look == MAILBOX_LIVE)
             *missing &= ~(1u << member);
-            if (status != XP_OK)
-                answer = status;
-        }
     }
     if (look == MAILBOX_NONSENSE) {
         state->status = XP_PEER;
         return 1;
     }
     if (answer != XP_OK) {
-        /* Of several members the others may still answer, so only a single answer lets the client
-         * go on with the next pass. */
         state->status = answer < XP_STATUS_COUNT ? answer : (uint32_t)XP_PEER;
-        if (!direct || (direct & (direct - 1)) == 0)
-            state->phase = TRANSPORT_PHASE_IDLE;
+        state->phase = TRANSPORT_PHASE_IDLE; /* the client may go on with the next pass */
         return 1;
     }
-    if (direct ? *missing == 0 : look == MAILBOX_LIVE) {
+    if (members ? (*missing & members) == 0 : look == MAILBOX_LIVE) {
         state->phase = TRANSPORT_PHASE_ANSWERED;
         return 1;
     }

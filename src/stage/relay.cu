@@ -7,6 +7,8 @@
 
 static_assert(TRANSPORT_SERVE_PENDING == -1, "statuses are not negative");
 
+#define RELAY_ROUND 16u // looks for an answer between two at everything else
+
 // Eight independent loads in flight a lane: a warp alone has to fill the link.
 static __device__ void relay_copy(void *to, const void *from, uint64_t bytes, uint32_t lane)
 {
@@ -33,11 +35,33 @@ static __device__ void relay_copy(void *to, const void *from, uint64_t bytes, ui
         ((uint16_t *)to)[j] = ((const uint16_t *)from)[j];
 }
 
+// Adds the members' partials. A function of its own, so that what it keeps in memory is no part of
+// the way of all other answers.
+static __device__ __noinline__ void relay_reduce(const stage_relay_slot_t *slot, uint32_t members,
+                                                 void *output, uint64_t elements, uint32_t lane)
+{
+    stage_job_t job;
+    job.kind = STAGE_JOB_REDUCE;
+    job.dtype = slot->dtype;
+    job.wide = 0;
+    job.narrow = slot->hidden % 8 != 0;
+    job.members = members;
+    job.member = job.layer = 0;
+    job.consumers = 1;
+    job.from = (const void *)slot->partial;
+    job.stride = slot->partial_stride;
+    job.to[0].rows = output;
+    job.to[0].begin = 0;
+    job.to[0].count = elements;
+    stage_job_run(&job, 0, elements, lane, 32);
+}
+
 struct relay_handler_t {
     const stage_relay_t *relay;
     uint32_t missing, direct, members; // of the request in flight
+    uint32_t looks;
     __device__ explicit relay_handler_t(void *context)
-        : relay((const stage_relay_t *)context), missing(0), direct(0), members(0)
+        : relay((const stage_relay_t *)context), missing(0), direct(0), members(0), looks(0)
     {
     }
 
@@ -94,7 +118,9 @@ struct relay_handler_t {
             state.sequence = view.request.sequence;
             state.status = XP_OK;
             state.phase = TRANSPORT_PHASE_LIVE;
-            over = stage_device_wait_look(arena, &state, direct, &missing);
+            // Whether the arena was closed is a trip to memory of its own.
+            over = stage_device_wait_answer(arena, &state, direct, &missing) ||
+                   (looks++ % RELAY_ROUND == 0 && stage_device_wait_closed(arena, &state));
             status = state.status;
         }
         const uint64_t both = transport_from_lane0((uint64_t)over << 32 | status);
@@ -105,20 +131,7 @@ struct relay_handler_t {
         __syncwarp();
         const uint64_t bytes = view.request.rows * view.row_bytes;
         if (direct) {
-            stage_job_t job;
-            job.kind = STAGE_JOB_REDUCE;
-            job.dtype = slot->dtype;
-            job.wide = 0;
-            job.narrow = slot->hidden % 8 != 0;
-            job.members = members;
-            job.member = job.layer = 0;
-            job.consumers = 1;
-            job.from = (const void *)slot->partial;
-            job.stride = slot->partial_stride;
-            job.to[0].rows = view.output;
-            job.to[0].begin = 0;
-            job.to[0].count = bytes / 2;
-            stage_job_run(&job, 0, bytes / 2, view.lane, 32);
+            relay_reduce(slot, members, view.output, bytes / 2, view.lane);
         } else {
             relay_copy(view.output, (const void *)slot->output, bytes, view.lane);
         }

@@ -94,7 +94,7 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
     for (;;) {
         uint32_t changed[STAGE_LINES / 32], any = 0;
         const uint32_t lines = s->line_count;
-        // All loads of a turn are in flight together.
+        // Up to 32 lines are one trip to memory.
 #pragma unroll
         for (uint32_t word = 0; word < STAGE_LINES / 32; word++) {
             const uint32_t index = word * 32 + lane;
@@ -108,6 +108,7 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
             any |= changed[word];
         }
         ended = __ballot_sync(0xffffffffu, ended);
+        __syncwarp(); // what a lane has acquired, lane 0 may read
         int next = ON;
         if (lane == 0) {
             const bool through =

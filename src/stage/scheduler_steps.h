@@ -27,7 +27,7 @@
 
 #define STAGE_EVENTS     8u   /* lines taken in one turn */
 #define STAGE_LINES      128u /* Instance Ranks of one FfnAgent; stage.h's STAGE_LINES_MAX */
-#define STAGE_LOOK_TURNS 64u  /* orders, ages and failures are looked at every so many turns */
+#define STAGE_LOOK_TURNS 32u  /* orders, ages and failures are looked at every so many turns */
 #define STAGE_SEVERAL    0xffffffffu
 
 typedef enum stage_phase {
@@ -372,6 +372,10 @@ PROTOCOL_FUNCTION int stage_is_direct(const stage_about_t *about, const stage_wo
 PROTOCOL_FUNCTION void stage_rank_slice(const stage_about_t *about, const stage_line_t *line,
                                         uint32_t rank, uint32_t *first_out, uint32_t *count_out)
 {
+    *first_out = 0;
+    *count_out = line->dp_rows[0];
+    if (about->dp == 1)
+        return;
     const uint32_t dp = rank / about->tp;
     uint32_t first = 0;
     for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)

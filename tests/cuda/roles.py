@@ -166,6 +166,9 @@ def main():
     shared = dict(atn=["cuda:0"], ffn=["cuda:0"], tp=1, shared=True)
     for name, test, scene in (
         ("life", life, shared),
+        # cuda:2 has no weights; with the relay cuda:3 has no rank either
+        ("idle", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=1)),
+        ("idle relay", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=1, provider="p2p-relay")),
         ("members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
         ("ranks", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2)),
         ("relay", life, dict(shared, provider="p2p-relay")),

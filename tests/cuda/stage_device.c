@@ -5,7 +5,7 @@
  * the execution. Prints one JSON row a line.
  *
  *   stage_device [thousands of round trips] [parts]
- *   parts: probe,direct,partials,relay,kill (all of them without the argument)
+ *   parts: probe,direct,split,partials,relay,kill (all of them without the argument)
  *
  * Every wait has a limit. Exit code 77 where there are not two GPUs.
  */
@@ -28,7 +28,7 @@ static int life_fd;
 static const char *mps_pipe; /* or NULL */
 static uint32_t spawned;     /* life words are not used twice */
 static agent_t ffns[MEMBERS_MAX], relay;
-static uint32_t ffn_count, scene_now;
+static uint32_t ffn_count, scene_now, variant_now;
 static bool by_relay;
 
 static answer_t ask(agent_t *agent, order_t order, int fd, int *fd_out)
@@ -71,7 +71,8 @@ static void start_ffn(uint32_t index)
     /* FfnAgent 0 has cuda:1 to itself, FfnAgent 1 shares cuda:0 under its MPS. */
     if (index == 0)
         unsetenv("CUDA_MPS_PIPE_DIRECTORY");
-    agent_spawn("ffn", life_fd, index | scene_now << 8 | ++spawned << 16, index == 0, &ffns[index]);
+    agent_spawn("ffn", life_fd, index | scene_now << 8 | variant_now << 12 | ++spawned << 16,
+                index == 0, &ffns[index]);
     if (mps_pipe)
         setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe, 1);
 }
@@ -137,8 +138,9 @@ static agent_t client_up(uint32_t instance)
     agent_t client;
     int arena_fd, fd;
     uint32_t life_index = ++spawned;
-    agent_spawn("client", life_fd, instance | scene_now << 8 | (uint32_t)by_relay << 16, life_index,
-                &client);
+    agent_spawn("client", life_fd,
+                instance | scene_now << 8 | variant_now << 12 | (uint32_t)by_relay << 16,
+                life_index, &client);
     ready(&client);
     must(&client, order_of(ORDER_EXPORT, 0, 0), -1, &arena_fd);
     if (by_relay) {
@@ -301,6 +303,72 @@ static void part_direct(uint32_t thousands)
     scene_down();
 }
 
+/* Where the time of a round trip goes. The clocks of two GPUs cannot be compared, so both hops are
+ * one row: what the Instance waits, less what the scheduler spends. */
+static void measure_split(agent_t *client, uint32_t rows)
+{
+    static const char *const parts[] = {"put",  "hops",   "scheduler", "echo",
+                                        "take", "answer", "longest"};
+    const uint32_t count = 20000;
+    answer_t before = ask(&ffns[0], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
+    CHECK_OK(before.status);
+    answer_t trips = ask(client, (order_t){ORDER_TRIPS, 0, 1, rows, count}, -1, NULL);
+    CHECK_OK(trips.status);
+    answer_t after = ask(&ffns[0], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
+    CHECK_OK(after.status);
+    double spent[9] = {0}, client_us[3], noted = (double)(after.values[4] - before.values[4]);
+    CHECK(noted > 0);
+    for (int i = 5; i < 8; i++)
+        spent[i] = (double)(after.values[i] - before.values[i]) / noted / 1e3;
+    for (int i = 0; i < 3; i++)
+        client_us[i] = (double)trips.values[i] / count / 1e3;
+    const double values[] = {client_us[0],
+                             client_us[1] - spent[5] - spent[6] - spent[7],
+                             spent[5],
+                             spent[6],
+                             client_us[2],
+                             spent[7],
+                             (double)after.values[8] / 1e3};
+    static const char *const notes[] = {
+        "first store of rows to line published",
+        "line published to line seen, and answer published to answer seen; both ways",
+        "line seen to rows begun",
+        "rows of the echo, as the scheduler sees it",
+        "answer seen to rows read and checked",
+        "rows written to word published (waits for the rows to arrive)",
+        "longest from line seen to word published, since the start"};
+    for (int i = 0; i < 7; i++) {
+        char metric[80], what[240];
+        snprintf(metric, sizeof(metric), "hop.cuda.direct.split.%s_%urows_us", parts[i], rows);
+        snprintf(what, sizeof(what), "mean of %u, %u rows of %d BF16: %s; whole round trip", count,
+                 rows, WIDTH, notes[i]);
+        row(metric, trips, values[i], "us", floor_us, NULL, what);
+    }
+}
+
+static void part_split(void)
+{
+    static const uint32_t rows[] = {1, 4, 16};
+    variant_now = VARIANT_NOTES;
+    scene_up(SCENE_ONE, false);
+    agent_t client = client_up(INSTANCE_A);
+    if (floor_us < 0)
+        measure_floors(&client);
+    for (int i = 0; i < 3; i++)
+        measure_split(&client, rows[i]);
+    client_down(&client, INSTANCE_A);
+    scene_down();
+    /* The choices that are defaults, against what they replaced. */
+    variant_now = VARIANT_HELPERS | VARIANT_SMALL_CALLS;
+    scene_up(SCENE_ONE, false);
+    client = client_up(INSTANCE_A);
+    measure_trips(&client, "direct_by_helpers", 20, false);
+    measure_rows(&client, "direct_by_helpers_small_calls");
+    client_down(&client, INSTANCE_A);
+    scene_down();
+    variant_now = 0;
+}
+
 static void part_partials(uint32_t thousands)
 {
     scene_up(SCENE_TWO, false);
@@ -392,7 +460,7 @@ int main(int argc, char **argv)
 {
     stage_roles_main(argc, argv);
     const uint32_t thousands = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 20;
-    const char *parts = argc > 2 ? argv[2] : "probe,direct,partials,relay,kill";
+    const char *parts = argc > 2 ? argv[2] : "probe,direct,split,partials,relay,kill";
     setvbuf(stdout, NULL, _IOLBF, 0);
     setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID", 1);
@@ -430,6 +498,8 @@ int main(int argc, char **argv)
         part_probe();
     if (strstr(parts, "direct"))
         part_direct(thousands);
+    if (strstr(parts, "split"))
+        part_split();
     if (strstr(parts, "partials"))
         part_partials(thousands);
     if (strstr(parts, "relay"))

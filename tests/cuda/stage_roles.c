@@ -141,10 +141,15 @@ static void ffn_role(int argc, char **argv)
     cuda_block_t pages[3] = {0}, arenas[3] = {0}; /* a second mapping each, for the floors */
     const int socket = kit_role_socket(argv);
     const uint32_t a = kit_role_number(argv, 0), index = a & 0xff;
-    role_open(&role, (int)kit_role_number(argv, 1), kit_role_life(argv), a >> 16, a >> 8 & 0xff,
+    const uint32_t variant = a >> 12 & 0xf;
+    role_open(&role, (int)kit_role_number(argv, 1), kit_role_life(argv), a >> 16, a >> 8 & 0xf,
               socket);
-    stage_ffn_config_t config = {
-        .device = &role.device, .plan = &role.plan, .ffn = index, .life = &role.life};
+    stage_ffn_config_t config = {.device = &role.device,
+                                 .plan = &role.plan,
+                                 .ffn = index,
+                                 .life = &role.life,
+                                 .own_elements = variant & VARIANT_HELPERS ? 1 : 0,
+                                 .notes = variant & VARIANT_NOTES};
     CHECK_OK(stage_ffn_create(&config, &ffn));
     answer_t answer = answer_of(XP_OK);
     CHECK(kit_send(socket, &answer, sizeof(answer), -1));
@@ -193,6 +198,11 @@ static void ffn_role(int argc, char **argv)
             answer.values[1] = counters.turns;
             answer.values[2] = counters.longest_turn_ns;
             answer.values[3] = counters.execute_ns;
+            answer.values[4] = counters.noted;
+            answer.values[5] = counters.noted_taken_ns;
+            answer.values[6] = counters.noted_job_ns;
+            answer.values[7] = counters.noted_answer_ns;
+            answer.values[8] = counters.noted_longest_ns;
             break;
         case ORDER_PING:
             role_ping(&role, pages[order.instance].address + STAGE_HEADER_BYTES,
@@ -320,13 +330,14 @@ static void self_capture(self_t *self, uint32_t rows)
     self->graph_rows = rows;
 }
 
-static answer_t self_trips(self_t *self, uint32_t rows, uint32_t count)
+/* With `split`, values: sums of ns of put, wait and take. */
+static answer_t self_trips(self_t *self, uint32_t rows, uint32_t count, bool split)
 {
     stage_put_t put;
     transport_cuda_parts_t parts;
     uint32_t direct, kept = count < SAMPLES_MAX ? count : SAMPLES_MAX;
     uint64_t stride = transport_cuda_partial_bytes(&self->geometry) / sizeof(float);
-    cuda_address_t live = stage_client_live(self->client);
+    cuda_address_t live = stage_client_live(self->client), sums = split ? self->role.wrong + 64 : 0;
     CHECK_OK(stage_client_describe(self->client, 0, rows, &put, &direct, &parts));
     self_live(self, rows);
     role_wait(&self->role, self->role.stream, 10);
@@ -342,13 +353,18 @@ static answer_t self_trips(self_t *self, uint32_t rows, uint32_t count)
                           &parts.life_word,
                           &self->role.samples,
                           &kept,
-                          &self->role.wrong};
+                          &self->role.wrong,
+                          &sums};
     CHECK_OK(cuda_launch(&self->role.device, self->role.kernels[TEST_ROUND_TRIPS], 1,
                          rows <= 2 ? 256 : 512, self->role.stream, parameters));
     role_wait(&self->role, self->role.stream, 60);
     answer_t answer = answer_of(stage_client_finish(self->client, SOON));
     answer.wrong = role_wrong(&self->role);
     answer.done = count;
+    if (split) {
+        role_read(&self->role, sums, 3 * sizeof(uint64_t));
+        memcpy(answer.values, self->role.pinned, 3 * sizeof(uint64_t));
+    }
     role_read(&self->role, self->role.samples, kept * 4ull);
     answer.times = kit_summarise(self->role.pinned, kept);
     return answer;
@@ -496,8 +512,9 @@ static void client_role(int argc, char **argv)
     order_t order;
     const int socket = kit_role_socket(argv);
     const uint32_t a = kit_role_number(argv, 0), life_index = kit_role_number(argv, 1);
+    const uint32_t variant = a >> 12 & 0xf;
     const bool relay = a >> 16 & 1;
-    role_open(&self.role, 0, kit_role_life(argv), life_index, a >> 8 & 0xff, socket);
+    role_open(&self.role, 0, kit_role_life(argv), life_index, a >> 8 & 0xf, socket);
     self.instance = a & 0xff;
     const fabric_plan_instance_t *plan = &self.role.plan.instances[self.instance];
     self.members = fabric_group_size(plan->layer_group[0]);
@@ -509,7 +526,8 @@ static void client_role(int argc, char **argv)
                                     .generation = self.role.plan.generation,
                                     .path = relay ? STAGE_RELAY : STAGE_DIRECT,
                                     .life = &self.role.life,
-                                    .limit_ns = 20 * XP_NS_PER_S};
+                                    .limit_ns = 20 * XP_NS_PER_S,
+                                    .call_bytes = variant & VARIANT_SMALL_CALLS ? 16u << 10 : 0};
     CHECK_OK(stage_client_create(&config, &self.client));
     CHECK_OK(CUDA_CALL(self.role.device.driver, cuMemAlloc, &self.in,
                        (uint64_t)plan->max_rows * WIDTH * 2));
@@ -533,7 +551,7 @@ static void client_role(int argc, char **argv)
                     STAGE_HEADER_BYTES + (uint64_t)plan->max_rows * WIDTH * 2, &self.page));
             break;
         case ORDER_TRIPS:
-            answer = self_trips(&self, order.rows, order.count);
+            answer = self_trips(&self, order.rows, order.count, order.other != 0);
             break;
         case ORDER_GRAPH:
             answer = self_graph(&self, order.rows, order.count);

@@ -20,6 +20,12 @@
 /* ---- plans: the same in every process ------------------------------------------------------- */
 enum { SCENE_ONE = 0, SCENE_TWO };
 enum { INSTANCE_A = 0, INSTANCE_B, INSTANCE_BULK };
+/* How roles differ from the defaults, bits; for comparisons in one run. */
+enum {
+    VARIANT_NOTES = 1,       /* FfnAgent: keeps what its jobs spend */
+    VARIANT_HELPERS = 2,     /* FfnAgent: the scheduler's own warp moves no rows */
+    VARIANT_SMALL_CALLS = 4, /* Instance: one launch for 16 KiB at most, else three */
+};
 
 void scene_plan(uint32_t scene, fabric_plan_t *plan);
 
@@ -49,7 +55,7 @@ typedef struct order {
 typedef struct answer {
     xp_status_t status;
     kit_summary_t times;
-    uint64_t done, wrong, ns, values[4];
+    uint64_t done, wrong, ns, values[10];
     char text[256];
 } answer_t;
 

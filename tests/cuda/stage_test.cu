@@ -5,20 +5,34 @@
 #include "stage/records.h"
 #include "transport/cuda_rows.cuh"
 
-// One block plays an Instance Rank: `count` layers from put to take. The echo of M members gives
-// input * M (M + 1) / 2 + layer; all values are small whole numbers.
+#define WAIT_ROUND 16u // as in stage/kernels.cu
+
+// One block plays an Instance Rank: `count` layers from put to take, as stage_call does them. The
+// echo of M members gives input * M (M + 1) / 2 + layer; all values are small whole numbers. split:
+// sums of nanoseconds until the lines are published, until the answer is seen, until it is taken;
+// or NULL.
 extern "C" __global__ void
 stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t *arena,
                        transport_device_state_t *state, const transport_live_t *live,
                        uint32_t direct, uint32_t members, uint64_t partial_stride, uint32_t count,
                        const uint32_t *life, uint32_t *samples_ns, uint32_t sample_limit,
-                       uint32_t *wrong)
+                       uint32_t *wrong, uint64_t *split)
 {
     __shared__ uint32_t over;
+    __shared__ transport_device_state_t local;
+    __shared__ stage_put_t own;
     const uint32_t threads = blockDim.x, thread = threadIdx.x;
     const uint64_t elements = live->rows * put.row_bytes / 2;
+    uint64_t put_ns = 0, wait_ns = 0, take_ns = 0;
+    if (thread == 0) {
+        local = *state;
+        own = put;
+        over = 0;
+    }
+    __syncthreads();
     for (uint32_t i = 0; i < count; i++) {
         const uint64_t start = transport_clock_ns();
+        uint64_t published = 0, answered = 0;
         for (uint64_t e = thread * 8; e < elements; e += threads * 8) {
             stage_eight_t eight;
             for (int k = 0; k < 8; k++)
@@ -26,46 +40,82 @@ stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t 
             for (uint32_t t = 0; t < put.count; t++)
                 *(stage_eight_t *)((uint16_t *)put.targets[t].input + e) = eight;
         }
-        __syncthreads();
-        if (thread == 0) {
-            stage_put_t own = put;
-            uint32_t missing = direct;
+        if (thread == 0)
             own.layer = i % 32;
-            stage_device_put(&own, state, live);
-            uint64_t next = start + LIFE_LOOK_NS;
-            while (!transport_device_wait_begin(state) &&
-                   !stage_device_wait_look(arena, state, direct, &missing)) {
-                const uint64_t now = transport_clock_ns();
-                if (now < next)
-                    continue;
-                next = now + LIFE_LOOK_NS;
-                if (transport_device_wait_life(life, state, now - start, 10000000000ull))
-                    break;
+        __syncthreads();
+        if (thread < 32) {
+            transport_device_state_t copy = local;
+            stage_line_t line;
+            if (stage_device_put_line(&own, &copy, live, &line) && thread < put.count)
+                stage_target_put(&put.targets[thread], &line);
+            __syncwarp();
+            if (thread == 0) {
+                uint32_t missing = direct, looks = 0;
+                if (split)
+                    published = transport_clock_ns();
+                uint64_t next = start + LIFE_LOOK_NS;
+                while (!transport_device_wait_begin(&copy)) {
+                    if (stage_device_wait_answer(arena, &copy, direct, &missing))
+                        break;
+                    if (++looks % WAIT_ROUND != 0)
+                        continue;
+                    if (stage_device_wait_closed(arena, &copy))
+                        break;
+                    const uint64_t now = transport_clock_ns();
+                    if (now < next)
+                        continue;
+                    next = now + LIFE_LOOK_NS;
+                    if (transport_device_wait_life(life, &copy, now - start, 10000000000ull))
+                        break;
+                }
+                over = copy.status;
+                local = copy;
+                if (split)
+                    answered = transport_clock_ns();
             }
-            over = state->status;
         }
         __syncthreads();
         if (over)
-            return;
-        for (uint64_t e = thread; e < elements; e += threads) {
-            float value = 0;
-            if (direct)
+            break;
+        const char *base = (const char *)arena;
+        for (uint64_t e = thread * 8; e < elements; e += threads * 8) {
+            float value[8] = {0};
+            if (direct & STAGE_ANSWER_MEMBERS) {
+                const float *partial = (const float *)(base + arena->partial_offset) + e;
                 for (uint32_t m = 0; m < members; m++)
-                    value +=
-                        ((const volatile float *)((const char *)arena +
-                                                  arena->partial_offset))[m * partial_stride + e];
-            else
-                value = stage_value(
-                    ((const volatile uint16_t *)((const char *)arena + arena->output_offset))[e],
-                    FFN_CUDA_BF16);
-            if (value != (float)((e + i) % 32 * (members * (members + 1) / 2) + i % 32))
-                atomicAdd(wrong, 1u);
+                    for (int half = 0; half < 2; half++) {
+                        const stage_four_t four =
+                            ((const stage_four_t *)(partial + m * partial_stride))[half];
+                        for (int k = 0; k < 4; k++)
+                            value[half * 4 + k] += four.value[k];
+                    }
+            } else {
+                const stage_eight_t eight =
+                    *(const stage_eight_t *)((const uint16_t *)(base + arena->output_offset) + e);
+                for (int k = 0; k < 8; k++)
+                    value[k] = stage_value(eight.value[k], FFN_CUDA_BF16);
+            }
+            for (int k = 0; k < 8; k++)
+                if (value[k] != (float)((e + k + i) % 32 * (members * (members + 1) / 2) + i % 32))
+                    atomicAdd(wrong, 1u);
         }
         __syncthreads();
         if (thread == 0) {
-            transport_device_take(state);
+            transport_device_take(&local);
+            const uint64_t end = transport_clock_ns();
             if (i < sample_limit)
-                samples_ns[i] = (uint32_t)(transport_clock_ns() - start);
+                samples_ns[i] = (uint32_t)(end - start);
+            put_ns += published - start;
+            wait_ns += answered - published;
+            take_ns += end - answered;
+        }
+    }
+    if (thread == 0) {
+        *state = local;
+        if (split) {
+            split[0] = put_ns;
+            split[1] = wait_ns;
+            split[2] = take_ns;
         }
     }
 }

@@ -234,6 +234,7 @@ def killed_at_every_step():
             os.kill(system.pid("serve a"), signal.SIGKILL)
             for turn, (point, passage, part) in enumerate(STEPS):
                 step = f"{part} at {point}"
+                harness.wait_until(lambda: "a" not in system.list_models(), 10, "the former a is gone")
                 system.env["XPOOL_FAILPOINTS"] = f"{point}=kill@{passage}"
                 victim = system.launch("serve", "a", log=system.folder / f"log.step{turn}")
                 del system.env["XPOOL_FAILPOINTS"]
@@ -246,6 +247,7 @@ def killed_at_every_step():
                 harness.check(system.generate("b", PROMPT, LENGTH, 20) == want, f"b's tokens changed: {step}")
                 harness.check(victim.wait(10) == -signal.SIGKILL, f"the {step} did not die there")
                 harness.check(system.up.poll() is None, f"xpool up ended: {step}")
+            harness.wait_until(lambda: "a" not in system.list_models(), 10, "the former a is gone")
             again = system.launch("serve", "a", log=system.folder / "log.last")
             system.hand = [again]
             harness.wait_until(lambda: "a" in system.list_models(), 30, "a is back")

@@ -163,6 +163,29 @@ static void gpus_are_planned_with_the_memory_that_is_given(void **state)
     config_destroy(config);
 }
 
+/* A Lane has rows of its own where several ranks get what one member computes, and nowhere else. */
+static void lanes_have_rows_of_their_own_where_one_member_serves_several_ranks(void **state)
+{
+    static const char *const models[] = {"ffn_tp_size = 2", "ffn_tp_size = 2\nattention_tp = 2",
+                                         "attention_tp = 2", ""};
+    uint64_t workspace[4], rows = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        char model[128];
+        snprintf(model, sizeof(model), "prefill_rows = 1024\n%s", models[i]);
+        config_t *config = deployment("'cuda:0', 'cuda:1'", "'cuda:2', 'cuda:3'",
+                                      "scheduler.ffn_concurrency = 8\n" MEMORY
+                                      "[devices.'cuda:3']\nmemory = '80GiB'\n",
+                                      model);
+        plan_result_t *plan = plan_of(config);
+        workspace[i] = plan->ffn[0].workspace_bytes;
+        rows = (uint64_t)plan->models[0].max_rows * plan->models[0].spec.hidden * 2;
+        planner_free(plan);
+        config_destroy(config);
+    }
+    assert_true(workspace[1] == workspace[0]);
+    assert_true(workspace[2] >= workspace[3] + rows);
+}
+
 static void a_gpu_may_have_both_roles_where_that_is_allowed(void **state)
 {
     config_t *config = deployment("'cuda:0'", "'cuda:0'",
@@ -841,6 +864,7 @@ int main(int argc, char **argv)
         return fake_mps(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gpus_are_planned_with_the_memory_that_is_given),
+        cmocka_unit_test(lanes_have_rows_of_their_own_where_one_member_serves_several_ranks),
         cmocka_unit_test(a_gpu_may_have_both_roles_where_that_is_allowed),
         cmocka_unit_test(what_cannot_be_planned_is_refused_by_name),
         cmocka_unit_test(answers_of_the_driver_are_understood),

@@ -285,11 +285,18 @@ static inline bool rig_ordered(const rig_t *rig, uint32_t f, uint32_t i)
 static inline bool rig_turn(rig_t *rig, uint32_t f, uint64_t now_ns)
 {
     stage_scheduler_t *s = rig->ffn[f].scheduler;
-    uint32_t changed[STAGE_LINES / 32] = {0};
+    uint32_t changed[STAGE_LINES / 32] = {0}, any = 0;
     for (uint32_t i = 0; i < s->line_count; i++)
-        if (stage_scheduler_line_changed(s, i))
+        if (stage_scheduler_line_changed(s, i)) {
             changed[i / 32] |= 1u << i % 32;
-    bool on = stage_scheduler_turn(s, changed, stage_scheduler_lanes_ended(s), now_ns);
+            any = 1;
+        }
+    const uint32_t ended = stage_scheduler_lanes_ended(s);
+    if (!any && !ended && stage_scheduler_quiet(s)) {
+        s->turn++;
+        return true;
+    }
+    bool on = stage_scheduler_turn(s, changed, ended, now_ns);
     if (on && stage_scheduler_chunk(s)) {
         stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, 0, 1);
         stage_scheduler_chunk_done(s, now_ns);

@@ -610,6 +610,71 @@ static void test_jobs(void **state)
     rig.ffns = 0;
 }
 
+/* One consumer of whole rows: the way of decoding, for both types, any part and number of threads.
+ */
+static void test_plain_jobs(void **state)
+{
+    enum { N = 4096 };
+    static const uint32_t threads[] = {1, 3, 32, 448};
+    static _Alignas(16) uint16_t rows[N], to[2][N];
+    for (uint32_t dtype = 0; dtype < 2; dtype++)
+        for (uint32_t kind = 0; kind < 2; kind++)
+            for (uint32_t t = 0; t < 4; t++) {
+                memset(to, 0, sizeof(to));
+                for (uint32_t i = 0; i < N; i++)
+                    rows[i] = stage_bits((float)i * 0.37f - 700.0f, dtype);
+                for (uint32_t narrow = 0; narrow < 2; narrow++) {
+                    stage_job_t job = {.kind = kind ? STAGE_JOB_ECHO : STAGE_JOB_COPY,
+                                       .dtype = dtype,
+                                       .narrow = narrow,
+                                       .layer = 5,
+                                       .consumers = 1,
+                                       .from = rows};
+                    job.to[0] = (stage_job_to_t){.rows = to[narrow], .count = N - 8};
+                    assert_int_equal(stage_job_is_plain(&job, N - 8), !narrow);
+                    assert_false(stage_job_is_plain(&job, N));
+                    for (uint32_t thread = 0; thread < threads[t]; thread++) {
+                        stage_job_run(&job, 0, 264, thread, threads[t]);
+                        stage_job_run(&job, 264, N - 8, thread, threads[t]);
+                    }
+                }
+                assert_memory_equal(to[0], to[1], sizeof(to[0]));
+                for (uint32_t i = 0; i < 8; i++)
+                    assert_int_equal(to[0][N - 8 + i], 0);
+            }
+}
+
+/* A status is read where a relay answers, and only there; closed ends every wait. */
+static void test_answers(void **state)
+{
+    static rig_arena_t memory;
+    mailbox_arena_t *arena = (mailbox_arena_t *)&memory;
+    for (uint32_t relay = 0; relay < 2; relay++) {
+        const uint32_t direct = relay ? STAGE_ANSWER_STATUS : 0;
+        transport_device_state_t device = {.phase = TRANSPORT_PHASE_LIVE, .sequence = 7 + relay};
+        uint32_t missing = direct;
+        assert_false(stage_device_wait_answer(arena, &device, direct, &missing));
+        mailbox_response_publish(arena, 7 + relay, XP_RETRY);
+        assert_true(stage_device_wait_answer(arena, &device, direct, &missing));
+        assert_int_equal(device.status, relay ? XP_RETRY : XP_OK);
+        assert_int_equal(device.phase, relay ? TRANSPORT_PHASE_IDLE : TRANSPORT_PHASE_ANSWERED);
+    }
+    transport_device_state_t device = {.phase = TRANSPORT_PHASE_LIVE, .sequence = 9};
+    uint32_t missing = 3;
+    mailbox_partial_publish(mailbox_partial_at(arena, 1), 9, XP_OK);
+    assert_false(stage_device_wait_look(arena, &device, 3, &missing));
+    assert_int_equal(missing, 1);
+    mailbox_partial_publish(mailbox_partial_at(arena, 0), 9, XP_OK);
+    assert_true(stage_device_wait_look(arena, &device, 3, &missing));
+    assert_int_equal(device.phase, TRANSPORT_PHASE_ANSWERED);
+    device.sequence = 10;
+    missing = 3;
+    mailbox_close(arena, XP_FATAL);
+    assert_false(stage_device_wait_answer(arena, &device, 3, &missing));
+    assert_true(stage_device_wait_look(arena, &device, 3, &missing));
+    assert_int_equal(device.status, XP_FATAL);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -634,6 +699,8 @@ int main(void)
         cmocka_unit_test_teardown(test_bounded_turns, teardown),
         cmocka_unit_test(test_values),
         cmocka_unit_test(test_jobs),
+        cmocka_unit_test(test_plain_jobs),
+        cmocka_unit_test(test_answers),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
