@@ -142,7 +142,9 @@ static xp_status_t client_launch(stage_client_t *client, stage_kernel_t kernel, 
 
 static uint32_t client_call_threads(uint64_t bytes)
 {
-    return bytes <= 4096 ? 256 : bytes <= CLIENT_BLOCK_WORK ? 512 : 1024;
+    /* Four loads of 16 bytes a thread are in flight; the largest block needs a multiprocessor of
+     * its own, so it is for rows that are worth one. */
+    return bytes <= 4096 ? 256 : bytes <= 2 * CLIENT_BLOCK_WORK ? 512 : 1024;
 }
 
 static uint64_t client_row_bytes(const stage_client_t *client)

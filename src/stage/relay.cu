@@ -35,25 +35,31 @@ static __device__ void relay_copy(void *to, const void *from, uint64_t bytes, ui
         ((uint16_t *)to)[j] = ((const uint16_t *)from)[j];
 }
 
-// Adds the members' partials. A function of its own, so that what it keeps in memory is no part of
-// the way of all other answers.
-static __device__ __noinline__ void relay_reduce(const stage_relay_slot_t *slot, uint32_t members,
-                                                 void *output, uint64_t elements, uint32_t lane)
+// Adds the members' partials in PE order and casts once; as stage_job_run() does, in few registers,
+// since a warp that spills would spill on the way of every answer.
+static __device__ void relay_reduce(const stage_relay_slot_t *slot, uint32_t members, void *output,
+                                    uint64_t elements, uint32_t lane)
 {
-    stage_job_t job;
-    job.kind = STAGE_JOB_REDUCE;
-    job.dtype = slot->dtype;
-    job.wide = 0;
-    job.narrow = slot->hidden % 8 != 0;
-    job.members = members;
-    job.member = job.layer = 0;
-    job.consumers = 1;
-    job.from = (const void *)slot->partial;
-    job.stride = slot->partial_stride;
-    job.to[0].rows = output;
-    job.to[0].begin = 0;
-    job.to[0].count = elements;
-    stage_job_run(&job, 0, elements, lane, 32);
+    const float *from = (const float *)slot->partial;
+    if (slot->hidden % 8 != 0) {
+        for (uint64_t i = lane; i < elements; i += 32) {
+            float sum = from[i];
+            for (uint32_t m = 1; m < members; m++)
+                sum += from[i + m * slot->partial_stride];
+            ((uint16_t *)output)[i] = stage_bits(sum, slot->dtype);
+        }
+        return;
+    }
+    for (uint64_t i = lane * 4; i < elements; i += 32 * 4) {
+        float4 sum = *(const float4 *)(from + i);
+        for (uint32_t m = 1; m < members; m++) {
+            const float4 part = *(const float4 *)(from + i + m * slot->partial_stride);
+            sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+        }
+        *(uint2 *)((uint16_t *)output + i) = make_uint2(
+            stage_bits(sum.x, slot->dtype) | (uint32_t)stage_bits(sum.y, slot->dtype) << 16,
+            stage_bits(sum.z, slot->dtype) | (uint32_t)stage_bits(sum.w, slot->dtype) << 16);
+    }
 }
 
 struct relay_handler_t {

@@ -165,7 +165,10 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
     helpers_wake();
 }
 
-extern "C" __global__ void __launch_bounds__(STAGE_THREADS, 1)
+// Half of a multiprocessor's registers and no more: while the resident decode kernel holds all
+// other multiprocessors, the kernels of the control streams find their place beside this block
+// only.
+extern "C" __global__ void __launch_bounds__(STAGE_THREADS, 2)
     stage_scheduler(stage_table_t *table, const life_page_t *life)
 {
     __shared__ stage_scheduler_t scheduler;

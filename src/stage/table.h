@@ -13,7 +13,7 @@
 #include "stage/records.h"
 
 #define STAGE_TABLE_MAGIC 0x31545358u /* "XST1" */
-#define STAGE_THREADS     512u        /* of the scheduler's block */
+#define STAGE_THREADS     256u        /* of the scheduler's block */
 
 /* What the host says of an Instance; copied by the scheduler when it attaches it. */
 typedef struct stage_about {
