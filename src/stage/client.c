@@ -175,6 +175,7 @@ static void client_describe_put(stage_client_t *client, uint32_t layer, uint32_t
                          .dp = client->dp,
                          .dp_size = client->plan.atn_dp,
                          .carries = 1,
+                         .max_rows = client->plan.max_rows,
                          .row_bytes = client_row_bytes(client)};
     client->answers = 0;
     if (client->path == STAGE_RELAY) {

@@ -123,7 +123,7 @@ typedef struct stage_put {
     uint32_t dp, dp_size; /* this rank's DP rank */
     uint32_t carries;     /* its rows travel; 0 for the further ranks of attention TP */
     uint32_t gathered;    /* at their place among those of all DP ranks; 0: at the start */
-    uint32_t reserved;
+    uint32_t max_rows;    /* of each DP rank */
     uint64_t row_bytes;
     stage_target_t targets[STAGE_MAX_MEMBERS];
 } stage_put_t;
@@ -139,12 +139,14 @@ typedef struct stage_take {
     uint64_t row_bytes;
 } stage_take_t;
 
-/* Bytes that this rank's rows are away from the start of the input area. */
+/* Bytes that this rank's rows are away from the start of the input area. The counts may have been
+ * written on the device, where nobody checked them: whatever they say, the rows stay within the
+ * stage (the line carries the counts as they are, and is refused). */
 PROTOCOL_FUNCTION uint64_t stage_put_offset(const stage_put_t *put, const transport_live_t *live)
 {
     uint64_t before = 0;
     for (uint32_t i = 0; put->gathered && i < put->dp && i < MAILBOX_MAX_DP; i++)
-        before += live->dp_rows[i];
+        before += live->dp_rows[i] < put->max_rows ? live->dp_rows[i] : put->max_rows;
     return before * put->row_bytes;
 }
 

@@ -323,6 +323,7 @@ static inline void rig_put(rig_t *rig, uint32_t i, uint32_t r, uint32_t layer,
                        .dp_size = instance->dp,
                        .carries = r % instance->tp == 0,
                        .gathered = 1,
+                       .max_rows = RIG_ROWS,
                        .row_bytes = RIG_HIDDEN * 2};
     rank->live.rows = dp_rows[dp];
     rank->layer = layer;

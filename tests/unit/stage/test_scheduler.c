@@ -560,6 +560,17 @@ static void test_values(void **state)
 }
 
 /* Narrow and wide ways give the same, for all kinds and any number of threads. */
+/* Counts that the caller's device wrote are nobody's to trust: rows stay within the stage. */
+static void test_counts_beyond_the_stage(void **state)
+{
+    const stage_put_t put = {.dp = 2, .dp_size = 3, .gathered = 1, .max_rows = 8, .row_bytes = 16};
+    transport_live_t live = {.rows = 1, .dp_rows = {3, 8, 1}};
+    assert_int_equal(stage_put_offset(&put, &live), 11 * 16);
+    live.dp_rows[0] = UINT32_MAX;
+    live.dp_rows[1] = 9;
+    assert_int_equal(stage_put_offset(&put, &live), 16 * 16);
+}
+
 static void test_jobs(void **state)
 {
     enum { N = 1000 };
@@ -698,6 +709,7 @@ int main(void)
         cmocka_unit_test_teardown(test_policies, teardown),
         cmocka_unit_test_teardown(test_bounded_turns, teardown),
         cmocka_unit_test(test_values),
+        cmocka_unit_test(test_counts_beyond_the_stage),
         cmocka_unit_test(test_jobs),
         cmocka_unit_test(test_plain_jobs),
         cmocka_unit_test(test_answers),
