@@ -115,7 +115,8 @@ static uint64_t target_ns(const kv_policy_snapshot_t *snapshot, const kv_policy_
 }
 
 /* Others' new prefills wait for it from then on. A group that was given something lately does not
- * starve: under overload every queue is long, and all would only take turns in emptying the pool. */
+ * starve: under overload every queue is long, and all would only take turns in emptying the pool.
+ */
 static bool starving(const decide_t *decide, uint32_t g)
 {
     const kv_policy_snapshot_t *snapshot = decide->snapshot;
@@ -125,8 +126,8 @@ static bool starving(const decide_t *decide, uint32_t g)
     uint64_t target = target_ns(snapshot, group), wait = snapshot->patience_ns;
     if (target && target < wait / STARVING_TARGETS)
         wait = target * STARVING_TARGETS;
-    uint64_t from = group->granted_ns > group->demand_since_ns ? group->granted_ns
-                                                               : group->demand_since_ns;
+    uint64_t from =
+        group->granted_ns > group->demand_since_ns ? group->granted_ns : group->demand_since_ns;
     return add_saturated(from, wait) <= snapshot->now_ns;
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * The KV policy under load: requests that keep their targets in order of deadlines, beside order of
- * arrival. A model in virtual time of three engines that share a machine and a pool: queues in order
- * of arrival, batches that compute prompts in chunks and a token for each who decodes, pages,
+ * arrival. A model in virtual time of three engines that share a machine and a pool: queues in
+ * order of arrival, batches that compute prompts in chunks and a token for each who decodes, pages,
  * stalls, preemption as in engine/scheduler.c. In turn one or two of the engines get most of the
  * load. Up to about 20 requests/s everything is served in time; from 30 on the queues grow all the
  * time.
@@ -38,8 +38,8 @@
 #define REFUSED_MS   100 /* how long who stalls waits after a refusal */
 #define COLD         20  /* who is not hot gets one of so many */
 /* Microseconds of a step, of a row of a prompt, and of a row of who decodes. */
-#define STEP_US 600
-#define ROW_US  60
+#define STEP_US  600
+#define ROW_US   60
 #define TOKEN_US 100
 /* Two engines at once compute a little more than one. */
 #define MACHINE_US 1200
@@ -258,8 +258,8 @@ static void make_room(model_t *model)
         if (!request->stalled_ns)
             continue;
         uint64_t waited_ns = s.now_ns - request->stalled_ns;
-        bool given_up = model->refused && (waited_ns >= REFUSED_MS * MS ||
-                                           (waited_ns > 0 && !another_runs(model)));
+        bool given_up = model->refused &&
+                        (waited_ns >= REFUSED_MS * MS || (waited_ns > 0 && !another_runs(model)));
         if (given_up || model->live_pages >= CEILING * BUNDLE_PAGES) {
             preempt_youngest(model);
             return;
@@ -287,16 +287,15 @@ static void answer_command(model_t *model, kv_policy_group_t *group)
 
 static void report(const model_t *model, kv_policy_group_t *group)
 {
-    group->live_bundles = least_of(bundles_for(model->live_pages + model->running_count),
-                                   kv_policy_charge(group));
+    group->live_bundles =
+        least_of(bundles_for(model->live_pages + model->running_count), kv_policy_charge(group));
     group->idle = model->running_count == 0 && model->waiting_count == 0;
     if (model->running_count)
         group->last_activity_ns = s.now_ns;
     group->earliest_deadline_ns = KV_NO_DEADLINE;
     for (uint32_t r = 0; r < model->running_count + model->waiting_count; r++) {
-        const request_t *request = r < model->running_count
-                                       ? model->running[r]
-                                       : model->waiting[r - model->running_count];
+        const request_t *request =
+            r < model->running_count ? model->running[r] : model->waiting[r - model->running_count];
         if (deadline_of(model, request) < group->earliest_deadline_ns)
             group->earliest_deadline_ns = deadline_of(model, request);
     }
@@ -329,8 +328,7 @@ static void pass_millisecond(void)
         busy += models[g].running_count > 0;
     for (uint32_t g = 0; g < GROUPS; g++) {
         model_t *model = &models[g];
-        while (model->arrived < model->count &&
-               model->requests[model->arrived].at_ns <= s.now_ns)
+        while (model->arrived < model->count && model->requests[model->arrived].at_ns <= s.now_ns)
             model->waiting[model->waiting_count++] = &model->requests[model->arrived++];
         answer_command(model, &s.groups[g]);
         admit(model, &s.groups[g]);
@@ -404,8 +402,14 @@ static outcome_t compare(const load_t *load)
     return sum;
 }
 
-#define ALIKE     {500, 320, 500}
-#define DIFFERENT {2000, 250, 700}
+#define ALIKE                                                                                      \
+    {                                                                                              \
+        500, 320, 500                                                                              \
+    }
+#define DIFFERENT                                                                                  \
+    {                                                                                              \
+        2000, 250, 700                                                                             \
+    }
 
 static void with_room_for_all_both_keep_nearly_all(void **state)
 {
