@@ -133,7 +133,7 @@ typedef struct kv_group_entry {
     uint64_t refused_since_ns; /* demand_since_ns of a demand that cannot be met now; 0: none */
     uint32_t floor_bundles, ceiling_bundles; /* of now; `xpool kv set` changes them */
     /* New prefills are admitted only while the live bundles stay within this: UINT32_MAX, or the
-     * floor while another group's overdue demand waits for live requests of this one to end. */
+     * floor while another group's starving demand waits for live requests of this one to end. */
     uint32_t admit_bundles;
     uint32_t reserved;
     uint8_t pad1[KV_LINE - 32];

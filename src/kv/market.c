@@ -384,7 +384,8 @@ static void raise_floor(kv_market_t *market, uint32_t g)
     group->floor_bundles = group->floor_wanted;
 }
 
-/* When time alone changes what the policy says: a demand becomes overdue, a grant's hold ends. */
+/* When time alone changes what the policy says: a demand becomes overdue or starves, a grant's
+ * hold ends. */
 static void note_next(kv_market_t *market, uint32_t g, uint64_t now_ns, kv_market_step_t *step)
 {
     const kv_policy_group_t *group = book(market, g);

@@ -95,13 +95,54 @@ static void command(decide_t *decide, uint32_t group, uint32_t bundles, uint32_t
         .group = group, .bundles = bundles, .for_group = for_group, .reason = reason};
 }
 
-static bool overdue(const decide_t *decide, uint32_t group)
+/* ---- order of demands ------------------------------------------------------------------------ */
+
+/* A demand is late when it is overdue for longer than its whole target was: what it could keep is
+ * lost. It starves when it has waited STARVING_TARGETS times its target. */
+#define STARVING_TARGETS 8
+
+/* In order: who is served first. */
+typedef enum urgency { URGENCY_STARVING, URGENCY_OVERDUE, URGENCY_IN_TIME, URGENCY_LATE } urgency_t;
+
+/* From the request's arrival to its deadline; 0 where that is not known. What live work lacks has a
+ * deadline of its last token, which says nothing of how long it may wait. */
+static uint64_t target_ns(const kv_policy_snapshot_t *snapshot, const kv_policy_group_t *group)
 {
-    return kv_policy_deadline_ns(decide->snapshot, &decide->snapshot->groups[group]) <=
-           decide->snapshot->now_ns;
+    uint64_t deadline = kv_policy_deadline_ns(snapshot, group);
+    if (group->demand_kind != KV_DEMAND_PREFILL || deadline <= group->demand_since_ns)
+        return 0;
+    return deadline - group->demand_since_ns;
 }
 
-/* ---- order of demands ------------------------------------------------------------------------ */
+/* Others' new prefills wait for it from then on. A group that was given something lately does not
+ * starve: under overload every queue is long, and all would only take turns in emptying the pool.
+ */
+static bool starving(const decide_t *decide, uint32_t g)
+{
+    const kv_policy_snapshot_t *snapshot = decide->snapshot;
+    const kv_policy_group_t *group = &snapshot->groups[g];
+    if (only_floor(group))
+        return true;
+    uint64_t target = target_ns(snapshot, group), wait = snapshot->patience_ns;
+    if (target && target < wait / STARVING_TARGETS)
+        wait = target * STARVING_TARGETS;
+    uint64_t from =
+        group->granted_ns > group->demand_since_ns ? group->granted_ns : group->demand_since_ns;
+    return add_saturated(from, wait) <= snapshot->now_ns;
+}
+
+static urgency_t urgency_of(const decide_t *decide, uint32_t g)
+{
+    const kv_policy_snapshot_t *snapshot = decide->snapshot;
+    const kv_policy_group_t *group = &snapshot->groups[g];
+    uint64_t deadline = kv_policy_deadline_ns(snapshot, group);
+    uint64_t target = target_ns(snapshot, group);
+    if (deadline > snapshot->now_ns)
+        return URGENCY_IN_TIME;
+    if (starving(decide, g))
+        return URGENCY_STARVING;
+    return target && snapshot->now_ns - deadline > target ? URGENCY_LATE : URGENCY_OVERDUE;
+}
 
 static bool goes_before(const decide_t *decide, uint32_t a, uint32_t b)
 {
@@ -112,11 +153,14 @@ static bool goes_before(const decide_t *decide, uint32_t a, uint32_t b)
     if (kv_policy_only_cache(left) != kv_policy_only_cache(right))
         return kv_policy_only_cache(right);
     if (snapshot->mode == KV_POLICY_DEADLINE) {
-        bool left_overdue = overdue(decide, a), right_overdue = overdue(decide, b);
-        if (left_overdue != right_overdue)
-            return left_overdue;
-        if (left_overdue && left->granted_ns != right->granted_ns)
+        urgency_t urgency = urgency_of(decide, a), other = urgency_of(decide, b);
+        if (urgency != other)
+            return urgency < other;
+        if ((urgency == URGENCY_STARVING || urgency == URGENCY_OVERDUE) &&
+            left->granted_ns != right->granted_ns)
             return left->granted_ns < right->granted_ns;
+        if (urgency == URGENCY_LATE && left->demand_since_ns != right->demand_since_ns)
+            return left->demand_since_ns < right->demand_since_ns;
         uint64_t left_ns = kv_policy_deadline_ns(snapshot, left);
         uint64_t right_ns = kv_policy_deadline_ns(snapshot, right);
         if (left_ns != right_ns)
@@ -404,7 +448,7 @@ static void serve(decide_t *decide, uint32_t g)
     }
     if (missing(decide, &want, short_bytes) && !donors_cover(decide, &want, short_bytes, false)) {
         decide->out->refused[g] = true;
-        if (overdue(decide, g))
+        if (starving(decide, g))
             keep_pools(decide, &want, short_bytes);
         return;
     }

@@ -8,9 +8,13 @@
  * sizes count while an operation is open and a floor is kept even for an Instance that is not
  * there. Free bytes are what is left of a pool.
  *
- * Order of demands. A raised floor goes first, then overdue demands, oldest grant first, then the
- * others by earliest deadline. A demand is also overdue once it has waited patience_ns, so that one
- * without a deadline gets its turn.
+ * Order of demands. A raised floor goes first, then those that starve and those that are overdue,
+ * oldest grant first, then the others by earliest deadline; last, by arrival, those that are late.
+ * A demand is also overdue once it has waited patience_ns, so that one without a deadline gets its
+ * turn. A prefill is late when it is overdue for longer than its whole target was (from arrival to
+ * deadline): nothing is left to keep, and under overload it would cost another one its target. A
+ * demand starves when, since it came and since its group's last grant, eight targets or patience_ns
+ * have passed, whichever is less; without a known target patience_ns.
  *
  * Funding, in that order of demands, each from free bytes first, then from donors: what they hold
  * above floor and live requests, idle groups first (longest idle first), then those whose live work
@@ -24,11 +28,12 @@
  * gets free bytes only.
  *
  * What cannot be met. A demand that free bytes and donors do not cover is refused for now, and
- * looked at again at every decision. When it is overdue it also keeps its pools: later prefills get
+ * looked at again at every decision. When it starves it also keeps its pools: later prefills get
  * nothing there, and as many groups as are needed (those already chosen first, then the latest
  * deadline) are squeezed: they admit no new prefill above their floor until it is met. Decodes of
- * live work are still served, since they are what it waits for. So it waits at most for live
- * requests to end, and each other group goes ahead of it at most once.
+ * live work are still served, since they are what it waits for. So from then on it waits at most
+ * for live requests to end, and each other group goes ahead of it at most once. Not before: a pool
+ * that is kept is empty in part, and under overload every queue is overdue.
  */
 #ifndef XPOOL_KV_POLICY_H
 #define XPOOL_KV_POLICY_H

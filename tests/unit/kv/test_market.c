@@ -444,6 +444,9 @@ static void refusals_and_squeezes_are_told(void **state)
     assert_true(channel->groups[0].admit_bundles == UINT32_MAX);
     now += 100 * MS; /* it is overdue */
     steps();
+    assert_true(channel->groups[0].admit_bundles == UINT32_MAX);
+    now += 1000 * MS; /* it starves */
+    steps();
     assert_int_equal(channel->groups[0].admit_bundles, 5);
     report(0, 5, 0);
     steps();

@@ -56,6 +56,12 @@ static void wants(kv_policy_group_t *group, uint32_t bundles, int64_t due_ms)
     group->idle = false;
 }
 
+/* Its demand has waited so long that others wait for it. */
+static void starves(kv_policy_group_t *group)
+{
+    group->demand_since_ns = s.now_ns - s.patience_ns;
+}
+
 /* The command that `group` got, 0 for none. */
 static uint32_t told(uint32_t group)
 {
@@ -283,12 +289,63 @@ static void who_is_being_met_gives_nothing(void **state)
     assert_int_equal(d.commands[0].for_group, 0);
 }
 
-static void an_overdue_demand_keeps_its_pool(void **state)
+/* Overload makes every queue late: who is late by more than its target has nothing left to keep,
+ * and goes behind those who have. */
+static void what_is_late_goes_last(void **state)
+{
+    kv_policy_group_t *late = add(10, 10);
+    wants(late, 70, -70); /* of a target of 30 */
+    wants(add(10, 10), 70, 20);
+    kv_policy_decide(&s, &d);
+    assert_int_equal(told(1), 70);
+    assert_int_equal(told(0), 0);
+    late->demand_deadline_ns = s.now_ns - 40 * MS; /* of 60 */
+    kv_policy_decide(&s, &d);
+    assert_int_equal(told(0), 70);
+    late->demand_deadline_ns = s.now_ns - 70 * MS;
+    late->demand_kind = KV_DEMAND_DECODE; /* live work has no such target */
+    kv_policy_decide(&s, &d);
+    assert_int_equal(told(0), 70);
+}
+
+static void late_ones_go_by_arrival(void **state)
+{
+    wants(add(10, 10), 70, -60);
+    wants(add(10, 10), 70, -55);
+    s.groups[1].demand_since_ns -= MS;
+    s.groups[0].granted_ns = s.now_ns - 900 * MS;
+    s.groups[1].granted_ns = s.now_ns - 300 * MS;
+    kv_policy_decide(&s, &d);
+    assert_int_equal(told(1), 70);
+    assert_int_equal(told(0), 0);
+}
+
+static void who_starves_goes_first(void **state)
+{
+    wants(add(10, 10), 70, -5);
+    kv_policy_group_t *starved = add(10, 10);
+    wants(starved, 70, -88);
+    starved->demand_since_ns += MS; /* 99 ms ago, of a target of 11 */
+    s.groups[0].granted_ns = s.now_ns - 900 * MS;
+    kv_policy_decide(&s, &d);
+    assert_int_equal(told(1), 70);
+    starved->granted_ns = s.now_ns - 80 * MS; /* it was given something since then */
+    kv_policy_decide(&s, &d);
+    assert_int_equal(told(1), 0);
+    assert_int_equal(told(0), 70);
+}
+
+static void a_starving_demand_keeps_its_pool(void **state)
 {
     wants(add(10, 10), 80, -1);
     add(60, 60)->earliest_deadline_ns = s.now_ns + MS;
     kv_policy_group_t *small = add(10, 10);
     wants(small, 12, 20);
+    kv_policy_decide(&s, &d); /* merely overdue: what it cannot have is not withheld from others */
+    assert_true(d.refused[0]);
+    assert_false(d.squeezed[1]);
+    assert_int_equal(told(2), 12);
+    starves(&s.groups[0]);
     kv_policy_decide(&s, &d);
     assert_true(d.refused[0]);
     assert_true(d.squeezed[1]);
@@ -303,6 +360,7 @@ static void a_demand_that_floors_forbid_is_refused_alone(void **state)
 {
     kv_policy_group_t *greedy = add(10, 10);
     wants(greedy, 90, -1);
+    starves(greedy);
     add(10, 10)->floor_bundles = 15;
     wants(add(10, 10), 30, 20);
     kv_policy_decide(&s, &d);
@@ -315,6 +373,7 @@ static void a_demand_that_floors_forbid_is_refused_alone(void **state)
 static void only_as_many_as_needed_are_squeezed_and_the_same_again(void **state)
 {
     wants(add(10, 10), 40, -1);
+    starves(&s.groups[0]);
     add(45, 45)->earliest_deadline_ns = s.now_ns + 50 * MS;
     add(45, 45)->earliest_deadline_ns = s.now_ns + 60 * MS;
     kv_policy_decide(&s, &d);
@@ -357,6 +416,7 @@ static uint32_t rounds_until_met(bool squeeze)
     uint64_t ends[10];
     fresh(NULL);
     wants(add(10, 10), 60, -1);
+    starves(&s.groups[0]);
     add(90, 90);
     for (uint32_t r = 0; r < 10; r++)
         ends[r] = s.now_ns + (r + 1) * 10 * MS;
@@ -407,7 +467,10 @@ int main(void)
         cmocka_unit_test_setup(groups_may_span_pools, fresh),
         cmocka_unit_test_setup(a_fresh_grant_is_not_taken_back, fresh),
         cmocka_unit_test_setup(who_is_being_met_gives_nothing, fresh),
-        cmocka_unit_test_setup(an_overdue_demand_keeps_its_pool, fresh),
+        cmocka_unit_test_setup(a_starving_demand_keeps_its_pool, fresh),
+        cmocka_unit_test_setup(what_is_late_goes_last, fresh),
+        cmocka_unit_test_setup(late_ones_go_by_arrival, fresh),
+        cmocka_unit_test_setup(who_starves_goes_first, fresh),
         cmocka_unit_test_setup(a_demand_that_floors_forbid_is_refused_alone, fresh),
         cmocka_unit_test_setup(only_as_many_as_needed_are_squeezed_and_the_same_again, fresh),
         cmocka_unit_test_setup(a_lowered_ceiling_is_reached, fresh),

@@ -406,6 +406,23 @@ static uint64_t deadline_of(const kv_policy_snapshot_t *s, const kv_policy_group
                : group->demand_deadline_ns;
 }
 
+/* 0: starves, 1: overdue, 2: in time, 3: late by more than its target. */
+static int class_of(const kv_policy_snapshot_t *s, const kv_policy_group_t *group)
+{
+    uint64_t due = deadline_of(s, group), since = group->demand_since_ns;
+    if (group->goal_bundles < group->floor_wanted)
+        return 0;
+    bool has_target = group->demand_kind == KV_DEMAND_PREFILL && due > since;
+    if (due > s->now_ns)
+        return 2;
+    uint64_t starves = s->patience_ns;
+    if (has_target && 8 * (due - since) < starves)
+        starves = 8 * (due - since);
+    if (s->now_ns >= since + starves && s->now_ns >= group->granted_ns + starves)
+        return 0;
+    return has_target && s->now_ns > due + (due - since) ? 3 : 1;
+}
+
 /* The order of demands, as the documents say it. */
 static bool first_of(const kv_policy_snapshot_t *s, uint32_t a, uint32_t b)
 {
@@ -413,20 +430,20 @@ static bool first_of(const kv_policy_snapshot_t *s, uint32_t a, uint32_t b)
     bool x_floor = x->goal_bundles < x->floor_wanted, y_floor = y->goal_bundles < y->floor_wanted;
     if (x_floor != y_floor)
         return x_floor;
-    uint64_t dx = deadline_of(s, x), dy = deadline_of(s, y);
-    bool x_late = dx <= s->now_ns, y_late = dy <= s->now_ns;
     if (s->mode != KV_POLICY_ARRIVAL) {
-        if (x_late && !y_late)
-            return true;
-        if (y_late && !x_late)
-            return false;
-        if (x_late && x->granted_ns != y->granted_ns)
+        int xc = class_of(s, x), yc = class_of(s, y);
+        uint64_t dx = deadline_of(s, x), dy = deadline_of(s, y);
+        if (xc != yc)
+            return xc < yc;
+        if (xc < 2 && x->granted_ns != y->granted_ns)
             return x->granted_ns < y->granted_ns;
-        if (dx != dy)
+        if (xc != 3 && dx != dy)
             return dx < dy;
     }
     if (x->demand_since_ns != y->demand_since_ns)
         return x->demand_since_ns < y->demand_since_ns;
+    if (s->mode != KV_POLICY_ARRIVAL && deadline_of(s, x) != deadline_of(s, y))
+        return deadline_of(s, x) < deadline_of(s, y); /* both are late */
     return a < b;
 }
 
