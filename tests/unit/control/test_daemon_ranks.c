@@ -26,11 +26,11 @@
 #include "base/clock.h"
 #include "config/config.h"
 #include "control/client.h"
-#include "control/daemon.h"
 #include "control/planner.h"
 #include "model/digest.h"
 #include "transport/transport.h"
 #include "wire/wire.h"
+#include "forked_daemon.h"
 
 #define PATIENCE_NS (20 * XP_NS_PER_S)
 #define ATN         2
@@ -276,20 +276,7 @@ static void start(fixture_t *f, const char *setting)
     assert_int_equal(config_load(&overrides, &f->config), XP_OK);
     assert_int_equal(planner_make(f->config, 1, &f->plan), XP_OK);
     assert_int_equal(model_checkpoint_digest(MODEL, f->digest), XP_OK);
-    f->daemon = fork();
-    if (f->daemon == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        xp_log_configure(f->config->logging.level, f->config->logging.format,
-                         f->config->logging.color);
-        _exit(daemon_run(f->config));
-    }
-    uint64_t deadline = xp_monotonic_ns() + PATIENCE_NS;
-    int fd;
-    while (wire_connect(f->config->daemon.socket, &fd) != XP_OK) {
-        assert_true(xp_monotonic_ns() < deadline);
-        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
-    }
-    close(fd);
+    f->daemon = daemon_fork(f->config, PATIENCE_NS);
     for (uint32_t a = 0; a < ATN; a++)
         f->agents[a] = connect_as(f, xpw_Role_ROLE_ATNAGENT, f->config->atn[a].name, 0, false);
     f->agents[ATN] = connect_as(f, xpw_Role_ROLE_FFNAGENT, f->config->ffn[0].name, 0, false);

@@ -27,7 +27,6 @@
 #include "base/clock.h"
 #include "base/memfd.h"
 #include "control/client.h"
-#include "control/daemon.h"
 #include "control/gpus.h"
 #include "control/planner.h"
 #include "cuda/mps.h"
@@ -35,6 +34,7 @@
 #include "stage/stage.h"
 #include "transport/cuda_life.h"
 #include "wire/wire.h"
+#include "forked_daemon.h"
 
 #define PATIENCE_NS (20 * XP_NS_PER_S)
 #define MODEL       XPOOL_SOURCE_DIR "/models/tales/qwen3-moe"
@@ -583,20 +583,7 @@ static void start(fixture_t *f, const char *atn, uint32_t atn_count, const char 
     f->config = deployment(atn, "'cuda:2', 'cuda:3'", text, model);
     f->plan = plan_of(f->config);
     assert_int_equal(model_checkpoint_digest(MODEL, f->digest), XP_OK);
-    f->daemon = fork();
-    if (f->daemon == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        xp_log_configure(f->config->logging.level, f->config->logging.format,
-                         f->config->logging.color);
-        _exit(daemon_run(f->config));
-    }
-    uint64_t deadline = xp_monotonic_ns() + PATIENCE_NS;
-    int fd;
-    while (wire_connect(f->config->daemon.socket, &fd) != XP_OK) {
-        assert_true(xp_monotonic_ns() < deadline);
-        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
-    }
-    close(fd);
+    f->daemon = daemon_fork(f->config, PATIENCE_NS);
     for (uint32_t a = 0; a < atn_count; a++)
         f->atn[a] = greet(f, xpw_Role_ROLE_ATNAGENT, f->config->atn[a].name);
     for (uint32_t i = 0; i < FFN_COUNT; i++)

@@ -103,6 +103,17 @@ static void report(uint32_t group, uint32_t live, uint32_t demand)
     kv_group_report_write(&channel->groups[group], &text);
 }
 
+/* Group 0 asks for 30 bundles and both of its ranks have them. */
+static void begin_with_a_grant(void)
+{
+    begin();
+    report(0, 5, 30);
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+}
+
 static void a_group_begins_with_its_floor(void **state)
 {
     assert_int_equal(charged(), 15); /* kept for those that are not there */
@@ -152,12 +163,7 @@ static void both_ranks_complete_before_a_credit(void **state)
 
 static void a_shrink_goes_on_as_requests_leave(void **state)
 {
-    begin();
-    report(0, 5, 30);
-    steps();
-    answer(0, 0);
-    answer(1, 0);
-    steps();
+    begin_with_a_grant();
     report(0, 10, 0);
     report(1, 5, 60);
     steps();
@@ -176,12 +182,7 @@ static void a_shrink_goes_on_as_requests_leave(void **state)
 
 static void a_shrink_that_stands_still_is_asked_again(void **state)
 {
-    begin();
-    report(0, 5, 30);
-    steps();
-    answer(0, 0);
-    answer(1, 0);
-    steps();
+    begin_with_a_grant();
     report(0, 10, 0);
     report(1, 5, 60);
     steps();
@@ -430,12 +431,7 @@ static void trims_wait_for_their_turn(void **state)
 
 static void refusals_and_squeezes_are_told(void **state)
 {
-    begin();
-    report(0, 5, 30);
-    steps();
-    answer(0, 0);
-    answer(1, 0);
-    steps();
+    begin_with_a_grant();
     report(0, 30, 0);
     report(1, 5, 60);
     steps();

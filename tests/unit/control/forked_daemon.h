@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: MIT */
+/* A daemon in a process of its own, for tests that speak with it. Include cmocka.h first. */
+#ifndef XPOOL_TESTS_FORKED_DAEMON_H
+#define XPOOL_TESTS_FORKED_DAEMON_H
+
+#include <signal.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "config/config.h"
+#include "control/daemon.h"
+#include "wire/wire.h"
+
+/* Returns once it takes connections. It ends with the test. */
+static inline pid_t daemon_fork(const config_t *config, uint64_t patience_ns)
+{
+    pid_t daemon = fork();
+    if (daemon == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        xp_log_configure(config->logging.level, config->logging.format, config->logging.color);
+        _exit(daemon_run(config));
+    }
+    uint64_t deadline = xp_monotonic_ns() + patience_ns;
+    int fd;
+    while (wire_connect(config->daemon.socket, &fd) != XP_OK) {
+        assert_true(xp_monotonic_ns() < deadline);
+        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+    }
+    close(fd);
+    return daemon;
+}
+#endif
