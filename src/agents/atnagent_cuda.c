@@ -82,7 +82,8 @@ static xp_status_t start_relay(atnagent_t *self)
     XP_TRY(cuda_driver_load(&driver));
     XP_TRY(cuda_device_open(driver, self->ordinal, &self->device));
     XP_TRY(transport_cuda_life_open(&self->device, self->life_fd, self->life_index, &self->life));
-    XP_TRY(stage_atn_create(&self->device, self->plan, self->index, &self->life, &self->stage));
+    XP_TRY(
+        stage_atn_create(&self->device, self->plan, self->index, &self->life, NULL, &self->stage));
     return offer_relays(self);
 }
 

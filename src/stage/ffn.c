@@ -96,13 +96,68 @@ static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
     };
     void *parameters[] = {&instance->page.address, &head};
     XP_TRY(stage_control_launch(&ffn->control, STAGE_KERNEL_PAGE_START, 64, parameters));
-    if (!instance->partials.handle)
+    if (!instance->partials.address)
         return XP_OK;
     uint64_t bytes = stage_partials_bytes(plan, ffn->config.ffn);
     uint32_t members = stage_partials_members(plan, ffn->config.ffn);
     uint32_t rows = (uint32_t)stage_total_rows(plan), hidden = plan->hidden, own = ffn->config.ffn;
     void *start[] = {&instance->partials.address, &bytes, &index, &own, &members, &rows, &hidden};
     return stage_control_launch(&ffn->control, STAGE_KERNEL_PARTIALS_START, 128, start);
+}
+
+/* A block without a handle is not this object's to free: it lies on the heap. */
+static cuda_block_t ffn_heap_block(const stage_ffn_t *ffn, stage_heap_kind_t kind, uint32_t index,
+                                   uint64_t bytes)
+{
+    return (cuda_block_t){
+        .device = ffn->config.device,
+        .address = stage_heap_at(ffn->config.heap,
+                                 stage_heap_offset(ffn->config.plan, kind, index, ffn->config.ffn)),
+        .bytes = bytes,
+    };
+}
+
+/* Stage and partials, all zero: who maps them must find nothing of an earlier owner. */
+static xp_status_t ffn_make_memory(stage_ffn_t *ffn, uint32_t index)
+{
+    const cuda_device_t *device = ffn->config.device;
+    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
+    ffn_instance_t *instance = &ffn->instances[index];
+    uint64_t partials = stage_partials_bytes(plan, ffn->config.ffn);
+    if (ffn->config.heap) {
+        instance->page = ffn_heap_block(ffn, STAGE_HEAP_PAGE, index, stage_page_bytes(plan));
+        if (partials)
+            instance->partials = ffn_heap_block(ffn, STAGE_HEAP_PARTIALS, index, partials);
+        return XP_OK; /* cleared when it was joined */
+    }
+    XP_TRY(cuda_block_create(device, stage_page_bytes(plan), &instance->page));
+    XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->page.address, 0,
+                     instance->page.bytes, ffn->control.stream));
+    if (!partials)
+        return XP_OK;
+    XP_TRY(cuda_block_create(device, partials, &instance->partials));
+    return CUDA_CALL(device->driver, cuMemsetD8Async, instance->partials.address, 0,
+                     instance->partials.bytes, ffn->control.stream);
+}
+
+/* Where the heap holds the partials of the other first members. */
+static xp_status_t ffn_find_partials(stage_ffn_t *ffn, uint32_t index)
+{
+    const fabric_plan_t *plan = ffn->config.plan;
+    for (uint32_t first = 0; first < plan->ffn_count; first++) {
+        if (first == ffn->config.ffn || !stage_partials_members(&plan->instances[index], first))
+            continue;
+        cuda_address_t *at = &ffn->instances[index].about.partials[first];
+        *at = stage_heap_peer(ffn->config.heap,
+                              stage_heap_offset(plan, STAGE_HEAP_PARTIALS, index, first),
+                              plan->atn_count + first);
+        if (!*at)
+            return xp_fail(XP_UNSUPPORTED,
+                           "%.48s: the memory of FfnAgent %u cannot be mapped by FfnAgent %u; the "
+                           "FfnAgents of one Execution Group belong on one host",
+                           plan->instances[index].id, first, ffn->config.ffn);
+    }
+    return XP_OK;
 }
 
 /* Memory of an Instance, and its constant description. */
@@ -112,19 +167,10 @@ static xp_status_t ffn_make_instance(stage_ffn_t *ffn, uint32_t index, uint32_t 
     const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
     ffn_instance_t *instance = &ffn->instances[index];
     stage_about_t *about = &instance->about;
-    uint64_t partials = stage_partials_bytes(plan, ffn->config.ffn);
     uint64_t scratch = stage_scratch_bytes(plan, ffn->config.ffn);
     transport_geometry_t geometry = stage_geometry(plan);
 
-    XP_TRY(cuda_block_create(device, stage_page_bytes(plan), &instance->page));
-    /* Instances map it: nothing of an earlier owner of this memory may be in it. */
-    XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->page.address, 0,
-                     instance->page.bytes, ffn->control.stream));
-    if (partials) {
-        XP_TRY(cuda_block_create(device, partials, &instance->partials));
-        XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->partials.address, 0,
-                         instance->partials.bytes, ffn->control.stream));
-    }
+    XP_TRY(ffn_make_memory(ffn, index));
     if (scratch)
         XP_TRY(cuda_block_create(device, scratch, &instance->scratch));
 
@@ -148,6 +194,8 @@ static xp_status_t ffn_make_instance(stage_ffn_t *ffn, uint32_t index, uint32_t 
         .partial_bytes = transport_cuda_partial_bytes(&geometry),
     };
     about->partials[ffn->config.ffn] = instance->partials.address;
+    if (ffn->config.heap)
+        XP_TRY(ffn_find_partials(ffn, index));
     return stage_dtype(plan, &about->dtype);
 }
 
@@ -210,6 +258,8 @@ static xp_status_t ffn_check_member(const stage_ffn_t *ffn, uint32_t instance)
 xp_status_t stage_ffn_export(const stage_ffn_t *ffn, uint32_t instance, int *fd_out)
 {
     XP_TRY(ffn_check_member(ffn, instance));
+    if (ffn->config.heap)
+        return xp_fail(XP_INVALID, "stages of the symmetric heap are not exported");
     return cuda_vmm_export(ffn->config.device, ffn->instances[instance].page.handle, fd_out);
 }
 
@@ -226,8 +276,8 @@ xp_status_t stage_ffn_import_partials(stage_ffn_t *ffn, uint32_t instance, uint3
 {
     XP_TRY(ffn_check_member(ffn, instance));
     const fabric_plan_instance_t *plan = &ffn->config.plan->instances[instance];
-    if (ffn->launched || first >= STAGE_MAX_MEMBERS || first == ffn->config.ffn ||
-        !stage_partials_members(plan, first))
+    if (ffn->config.heap || ffn->launched || first >= STAGE_MAX_MEMBERS ||
+        first == ffn->config.ffn || !stage_partials_members(plan, first))
         return xp_fail(XP_INVALID, "%.48s: no partials of FfnAgent %u to map here, or too late",
                        plan->id, first);
     ffn_instance_t *own = &ffn->instances[instance];
@@ -364,6 +414,22 @@ static void ffn_unmap_arenas(ffn_instance_t *instance)
         cuda_block_destroy(&instance->arenas[rank]);
 }
 
+static xp_status_t ffn_map_arena(const stage_ffn_t *ffn, uint32_t index, uint32_t rank, int fd,
+                                 uint64_t bytes, cuda_block_t *block_out)
+{
+    const fabric_plan_t *plan = ffn->config.plan;
+    if (!ffn->config.heap)
+        return cuda_block_import(ffn->config.device, fd, bytes, block_out);
+    uint32_t atn = plan->instances[index].rank_atn[rank];
+    cuda_address_t at = stage_heap_peer(
+        ffn->config.heap, stage_heap_offset(plan, STAGE_HEAP_RELAY, index, rank), atn);
+    if (!at)
+        return xp_fail(XP_UNSUPPORTED, "%.48s: the memory of AtnAgent %u cannot be mapped here",
+                       plan->instances[index].id, atn);
+    *block_out = (cuda_block_t){.device = ffn->config.device, .address = at, .bytes = bytes};
+    return XP_OK;
+}
+
 xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_fds, uint32_t ranks,
                              uint64_t deadline_ns)
 {
@@ -382,9 +448,9 @@ xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_
     xp_status_t status;
     for (uint32_t rank = 0; rank < ranks; rank++) {
         mailbox_arena_t header;
-        XP_TRY_GOTO(
-            status, fail,
-            cuda_block_import(ffn->config.device, arena_fds[rank], bytes, &instance->arenas[rank]));
+        XP_TRY_GOTO(status, fail,
+                    ffn_map_arena(ffn, index, rank, arena_fds ? arena_fds[rank] : -1, bytes,
+                                  &instance->arenas[rank]));
         instance->about.arenas[rank] = instance->arenas[rank].address;
         XP_TRY_GOTO(status, fail,
                     stage_control_read(&ffn->control, instance->arenas[rank].address,

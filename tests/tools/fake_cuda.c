@@ -112,6 +112,7 @@ static const fake_kernel_t known[] = {
     {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
     {"stage_close", run_close, {8, 4}},
     {"stage_relay", run_relay, {8, 8, 8}},
+    {"stage_relay_nvshmem", run_relay, {8, 8, 8}},
     {"transport_post", run_transport_post, {8, 4}},
     {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
     {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},

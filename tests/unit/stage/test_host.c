@@ -454,7 +454,7 @@ static xp_status_t make_all(void)
         XP_TRY(stage_ffn_start(ffn[f]));
     XP_TRY(make_clients());
     if (path == STAGE_RELAY)
-        XP_TRY(stage_atn_create(&device, &plan, 0, &life, &atn));
+        XP_TRY(stage_atn_create(&device, &plan, 0, &life, NULL, &atn));
     XP_TRY(attach_ffns());
     XP_TRY(open_stages());
     for (uint32_t r = 0; path == STAGE_RELAY && r < fabric_plan_ranks(&plan.instances[0]); r++)
@@ -678,7 +678,7 @@ static void test_whose_stage(void **state)
     ok(stage_ffn_export(ffn[0], 0, &fd));
     assert_int_equal(stage_ffn_import_partials(ffn[1], 0, 0, fd), XP_PEER);
     says("no partials");
-    ok(stage_atn_create(&device, &plan, 0, &life, &atn));
+    ok(stage_atn_create(&device, &plan, 0, &life, NULL, &atn));
     assert_int_equal(stage_atn_open(atn, 1, 0, fd), XP_PEER);
     says("for Instance 0 in Generation 7");
     ok(stage_atn_open(atn, 0, 0, fd));
