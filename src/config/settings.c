@@ -382,7 +382,17 @@ const config_setting_t config_settings[] = {
      .default_text = "auto",
      .default_note = "by the devices: shm for CPUs, p2p for GPUs",
      .help = "Data plane between Instances, AtnAgents and FfnAgents. p2p-relay: as p2p, with rows "
-             "and answers going by way of the AtnAgents, for comparison."},
+             "and answers going by way of the AtnAgents, for comparison. nvshmem: the same over "
+             "NVSHMEM, whose wheel nvidia-nvshmem-cu13 has to be there."},
+    {.key = "fabric.nvshmem_root",
+     ROOT(nvshmem_root),
+     .type = CONFIG_TYPE_PATH,
+     .sources = ANY_SOURCE,
+     .environment = "XPOOL_NVSHMEM_ROOT",
+     .default_text = "",
+     .default_note = "beside the models' Python or in the system's",
+     .example = "\"/opt/venv/lib/python3.12/site-packages/nvidia/nvshmem\"",
+     .help = "Folder nvidia/nvshmem of the wheel, for provider nvshmem."},
 
     {.key = "scheduler.ffn_concurrency",
      ROOT(scheduler.ffn_concurrency),

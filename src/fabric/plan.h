@@ -10,6 +10,7 @@
 #ifndef XPOOL_FABRIC_PLAN_H
 #define XPOOL_FABRIC_PLAN_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "model/spec.h"
@@ -25,11 +26,13 @@
 #define FABRIC_MAX_ROWS      8192
 
 /* SHM: CPU devices, rows of F32. P2P: GPUs of one host (module stage), rows of BF16 or F16,
- * straight between Instance and FfnAgents; P2P_RELAY: the same by way of the AtnAgents. */
+ * straight between Instance and FfnAgents; P2P_RELAY: the same by way of the AtnAgents; NVSHMEM: as
+ * P2P_RELAY, with stages and relay arenas in the symmetric heap of all agents. */
 typedef enum fabric_plan_provider {
     FABRIC_PROVIDER_SHM = 0,
     FABRIC_PROVIDER_P2P,
     FABRIC_PROVIDER_P2P_RELAY,
+    FABRIC_PROVIDER_NVSHMEM,
 } fabric_plan_provider_t;
 
 typedef enum fabric_policy {
@@ -48,6 +51,13 @@ typedef enum fabric_delivery {
     FABRIC_DELIVERY_SINGLE_COMPLETE,
     FABRIC_DELIVERY_REPLICATED_COMPLETE,
 } fabric_delivery_t;
+/* By way of the AtnAgents? */
+static inline bool fabric_provider_relays(uint32_t provider)
+{
+    return provider == FABRIC_PROVIDER_P2P_RELAY || provider == FABRIC_PROVIDER_NVSHMEM;
+}
+/* "shm", "p2p", "p2p-relay", "nvshmem", "unknown". */
+const char *fabric_plan_provider_name(uint32_t provider);
 /* "direct-partial", "single-complete", "replicated-complete", "unknown". */
 const char *fabric_delivery_name(uint32_t delivery);
 

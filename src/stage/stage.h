@@ -38,8 +38,8 @@
 #define STAGE_LINES_MAX         128u /* Instance Ranks of one FfnAgent */
 
 typedef struct stage_bytes {
-    uint64_t stages;   /* one allocation an Instance */
-    uint64_t partials; /* where this FfnAgent is first of a group of several and reduces */
+    uint64_t stages; /* one allocation an Instance; nvshmem: the heap, and what the library takes */
+    uint64_t partials; /* where this FfnAgent is first of a group of several and reduces; scratch */
     uint64_t tables;   /* scheduler */
 } stage_bytes_t;
 /* Device memory of FfnAgent `ffn` (index among the FfnAgents). */
