@@ -34,17 +34,24 @@ foreach(architecture ${XPOOL_CUDA_ARCHITECTURES})
 endforeach()
 
 # Compiled apart, then linked on the device side with the library: a fatbin that the driver loads.
-function(xpool_nvshmem_fatbin fatbin source)
-  set(object ${fatbin}.o)
+function(xpool_nvshmem_fatbin fatbin)
+  set(objects)
+  foreach(source ${ARGN})
+    get_filename_component(name ${source} NAME_WE)
+    set(object ${fatbin}.${name}.o)
+    list(APPEND objects ${object})
+    add_custom_command(
+      OUTPUT ${object}
+      COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/cuda
+      COMMAND ${XPOOL_NVCC} ${XPOOL_NVCC_FLAGS} -isystem ${nvshmem_root}/include -rdc=true -dc
+              -Xcompiler -Wno-unknown-pragmas,-Wno-unused-function -MD -MF ${object}.d -MT ${object} -o ${object}
+              ${source}
+      DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "nvcc ${name} with NVSHMEM")
+  endforeach()
   add_custom_command(
     OUTPUT ${fatbin}
-    COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/cuda
-    COMMAND ${XPOOL_NVCC} ${XPOOL_NVCC_FLAGS} -isystem ${nvshmem_root}/include -rdc=true -dc -Xcompiler -Wno-unknown-pragmas,-Wno-unused-function
-            -MD -MF ${fatbin}.d
-            -MT ${fatbin} -o ${object} ${source}
-    COMMAND ${XPOOL_NVCC} ${nvshmem_gencode} -dlink -fatbin -o ${fatbin} ${object}
-            ${nvshmem_root}/lib/libnvshmem_device.a
-    DEPENDS ${source} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${source} with NVSHMEM")
+    COMMAND ${XPOOL_NVCC} ${nvshmem_gencode} -dlink -fatbin -o ${fatbin} ${objects} ${nvshmem_root}/lib/libnvshmem_device.a
+    DEPENDS ${objects} VERBATIM COMMENT "device code of ${fatbin} with NVSHMEM's")
 endfunction()
 
 function(xpool_nvshmem_images target prefix)
@@ -64,7 +71,7 @@ if(XPOOL_NVSHMEM_FOUND)
   set(nvshmem_sources ${CMAKE_SOURCE_DIR}/src/stage/nvshmem)
   set(nvshmem_image ${CMAKE_BINARY_DIR}/cuda/nvshmem_relay.fatbin)
   set(nvshmem_plugin ${CMAKE_BINARY_DIR}/libxpool_nvshmem.so)
-  xpool_nvshmem_fatbin(${nvshmem_image} ${nvshmem_sources}/relay.cu)
+  xpool_nvshmem_fatbin(${nvshmem_image} ${nvshmem_sources}/relay.cu ${nvshmem_sources}/courier.cu)
   add_custom_command(
     OUTPUT ${nvshmem_plugin}
     COMMAND ${XPOOL_NVCC} -std=c++17 -O2 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Werror -shared -cudart none

@@ -129,7 +129,7 @@ static xp_status_t on_join(atnagent_t *self, const xpw_Join *join, wire_descript
     if (self->plan || self->life_fd < 0)
         return xp_fail(XP_PEER, "Join out of order");
     XP_TRY(agent_join(join, fds, &self->plan, NULL));
-    if (self->plan->provider == FABRIC_PROVIDER_NVSHMEM) { /* with or without ranks: all PEs join */
+    if (fabric_provider_heap(self->plan->provider)) { /* with or without ranks: all PEs join */
         XP_TRY(open_device(self));
         self->heap = (agent_heap_t){.device = &self->device,
                                     .pe = join->pe,

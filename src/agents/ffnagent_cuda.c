@@ -194,7 +194,8 @@ static xp_status_t load_job(void *context)
         .max_rows = stage_max_rows(self->plan, self->index),
         .buffer_rows = stage_buffer_rows(self->plan, self->index),
         .memory_bytes = self->memory_bytes > taken ? self->memory_bytes - taken : 1,
-        .resident = !shared(self),
+        /* The courier needs a multiprocessor, and the resident kernel leaves none. */
+        .resident = !shared(self) && self->plan->provider != FABRIC_PROVIDER_NVSHMEM_FAR,
         .shared_role = shared(self),
         .library = true,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,
@@ -598,7 +599,7 @@ static xp_status_t on_join(ffnagent_t *self, const xpw_Join *join, wire_descript
     if (self->plan || self->life_fd < 0)
         return xp_fail(XP_PEER, "Join out of order");
     XP_TRY(agent_join(join, fds, &self->plan, NULL));
-    if (self->plan->provider != FABRIC_PROVIDER_NVSHMEM)
+    if (!fabric_provider_heap(self->plan->provider))
         return send_joined(self);
     XP_TRY(open_device(self)); /* with or without weights: all PEs join */
     self->heap = (agent_heap_t){.device = &self->device,

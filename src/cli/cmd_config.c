@@ -129,7 +129,7 @@ static bool runs_here(const config_t *config)
     plan_result_t *plan = NULL;
     stage_heap_place_t place;
     bool runs = config->model_count == 0 || planner_make(config, 1, &plan) == XP_OK;
-    if (runs && plan && plan->plan.provider == FABRIC_PROVIDER_NVSHMEM)
+    if (runs && plan && fabric_provider_heap(plan->plan.provider))
         runs = gpus_nvshmem(config, &place) == XP_OK;
     planner_free(plan);
     return runs;

@@ -518,7 +518,7 @@ static xp_status_t daemon_start(daemon_t *daemon)
 {
     const config_t *config = daemon->config;
     XP_TRY(planner_make(config, 1, &daemon->planned));
-    if (daemon->planned->plan.provider == FABRIC_PROVIDER_NVSHMEM) {
+    if (fabric_provider_heap(daemon->planned->plan.provider)) {
         stage_heap_place_t
             place; /* the agents look for it too; here it is known before they start */
         XP_TRY(gpus_nvshmem(config, &place));

@@ -135,7 +135,7 @@ xp_status_t daemon_plane_start(daemon_t *daemon)
     plane->life_fd = -1;
     plane->next_life = LIFE_FIRST_WORD;
     plane->relay = fabric_provider_relays(daemon->planned->plan.provider);
-    plane->heap = daemon->planned->plan.provider == FABRIC_PROVIDER_NVSHMEM;
+    plane->heap = fabric_provider_heap(daemon->planned->plan.provider);
     memset(plane->stages, 0xff, sizeof(plane->stages)); /* STAGE_FD_ABSENT */
     memset(plane->partials, 0xff, sizeof(plane->partials));
     memset(plane->relays, 0xff, sizeof(plane->relays));

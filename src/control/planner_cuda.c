@@ -32,10 +32,11 @@ static xp_status_t check_provider(const config_t *config, plan_result_t *result)
             XP_INVALID,
             "fabric.provider: \"%s\" does not go with %s devices; use \"%s\" or \"auto\"", name,
             cuda ? "CUDA" : "CPU", cuda ? "p2p" : "shm");
-    result->plan.provider = !cuda                            ? FABRIC_PROVIDER_SHM
-                            : strcmp(name, "nvshmem") == 0   ? FABRIC_PROVIDER_NVSHMEM
-                            : strcmp(name, "p2p-relay") == 0 ? FABRIC_PROVIDER_P2P_RELAY
-                                                             : FABRIC_PROVIDER_P2P;
+    result->plan.provider = !cuda                              ? FABRIC_PROVIDER_SHM
+                            : strcmp(name, "nvshmem-far") == 0 ? FABRIC_PROVIDER_NVSHMEM_FAR
+                            : strcmp(name, "nvshmem") == 0     ? FABRIC_PROVIDER_NVSHMEM
+                            : strcmp(name, "p2p-relay") == 0   ? FABRIC_PROVIDER_P2P_RELAY
+                                                               : FABRIC_PROVIDER_P2P;
     return XP_OK;
 }
 
@@ -196,7 +197,7 @@ static xp_status_t widest_plan(const config_t *config, const plan_result_t *resu
 xp_status_t planner_cuda_heap(const config_t *config, plan_result_t *result)
 {
     fabric_plan_t *plan;
-    if (result->plan.provider != FABRIC_PROVIDER_NVSHMEM)
+    if (!fabric_provider_heap(result->plan.provider))
         return XP_OK;
     XP_TRY(widest_plan(config, result, &plan));
     for (uint32_t d = 0; d < config->atn_count; d++)

@@ -59,7 +59,7 @@ static xp_status_t atn_make_arena(const stage_atn_t *atn, uint32_t instance, uin
     *block_out = (cuda_block_t){
         .device = atn->device,
         .address = stage_heap_at(atn->heap,
-                                 stage_heap_offset(atn->plan, STAGE_HEAP_RELAY, instance, rank)),
+                                 stage_heap_offset(atn->plan, STAGE_HEAP_RELAY, instance, rank, 0)),
         .bytes = transport_cuda_plain_bytes(geometry),
     };
     return XP_OK;
@@ -243,7 +243,7 @@ xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
         cuda_address_t stage = atn->stages[instance][ffn].address;
         slot.pe[ffn] = atn->plan->atn_count + ffn;
         if (atn->heap) {
-            uint64_t at = stage_heap_offset(atn->plan, STAGE_HEAP_PAGE, instance, ffn);
+            uint64_t at = stage_heap_offset(atn->plan, STAGE_HEAP_PAGE, instance, ffn, 0);
             stage = stage_heap_at(atn->heap, at);
             if (!stage_heap_peer(atn->heap, at, slot.pe[ffn]))
                 slot.bounce = own->arena.address + transport_cuda_input_offset(&geometry);

@@ -16,6 +16,7 @@
 
 #include "base/clock.h"
 #include "cuda/stream.h"
+#include "fabric/records.h"
 #include "stage/control.h"
 
 #define HEAP_CLEAR_NS (10 * XP_NS_PER_S)
@@ -46,41 +47,71 @@ static uint64_t place(uint64_t *used, uint64_t bytes)
     return at;
 }
 
-/* Walks what an FfnAgent holds, in the order of the plan, up to and including one thing, or all. */
-static uint64_t walk_ffn(const fabric_plan_t *plan, uint32_t ffn, uint32_t instance,
-                         stage_heap_kind_t kind, uint64_t *total_out)
+/* The members of this FfnAgent's groups that hold partials for the others. */
+static bool contributes(const fabric_plan_instance_t *instance, uint32_t ffn, uint32_t first)
 {
+    if (ffn == first || !stage_partials_members(instance, first))
+        return false;
+    for (uint32_t layer = 0; layer < instance->layers; layer++)
+        if ((instance->layer_group[layer] >> ffn & 1) &&
+            fabric_group_first(instance->layer_group[layer]) == first)
+            return true;
+    return false;
+}
+
+typedef struct thing {
+    stage_heap_kind_t kind;
+    uint32_t instance, owner, further;
+} thing_t;
+
+static uint64_t arena_bytes(const fabric_plan_instance_t *instance)
+{
+    transport_geometry_t geometry = stage_geometry(instance);
+    return transport_cuda_plain_bytes(&geometry);
+}
+
+/* Adds `bytes`, where there are any; *found_out when it is the thing that is looked for. */
+static void add(uint64_t *used, uint64_t bytes, thing_t own, const thing_t *looked,
+                uint64_t *found_out)
+{
+    uint64_t at = place(used, bytes);
+    if (bytes && looked && memcmp(&own, looked, sizeof(own)) == 0)
+        *found_out = at;
+}
+
+/* What an FfnAgent holds, in the order of the plan; where the thing is that is looked for. */
+static uint64_t walk_ffn(const fabric_plan_t *plan, uint32_t ffn, const thing_t *looked,
+                         uint64_t *total_out)
+{
+    const bool far = plan->provider == FABRIC_PROVIDER_NVSHMEM_FAR;
     uint64_t used = 0, found = STAGE_HEAP_NOWHERE;
     for (uint32_t i = 0; i < plan->instance_count; i++) {
         const fabric_plan_instance_t *one = &plan->instances[i];
         if (!(stage_members(one) >> ffn & 1))
             continue;
-        uint64_t partials = stage_partials_bytes(one, ffn),
-                 at = place(&used, stage_page_bytes(one));
-        if (i == instance && kind == STAGE_HEAP_PAGE)
-            found = at;
-        at = place(&used, partials);
-        if (i == instance && kind == STAGE_HEAP_PARTIALS && partials)
-            found = at;
+        add(&used, stage_page_bytes(one), (thing_t){STAGE_HEAP_PAGE, i, ffn, 0}, looked, &found);
+        add(&used, stage_partials_bytes(one, ffn), (thing_t){STAGE_HEAP_PARTIALS, i, ffn, 0},
+            looked, &found);
+        for (uint32_t r = 0; far && r < fabric_plan_ranks(one); r++)
+            add(&used, arena_bytes(one), (thing_t){STAGE_HEAP_OUTBOX, i, ffn, r}, looked, &found);
+        for (uint32_t first = 0; far && first < plan->ffn_count; first++)
+            if (contributes(one, ffn, first))
+                add(&used, stage_partials_bytes(one, first),
+                    (thing_t){STAGE_HEAP_MIRROR, i, ffn, first}, looked, &found);
     }
     *total_out = used;
     return found;
 }
 
-static uint64_t walk_atn(const fabric_plan_t *plan, uint32_t atn, uint32_t instance, uint32_t rank,
+static uint64_t walk_atn(const fabric_plan_t *plan, uint32_t atn, const thing_t *looked,
                          uint64_t *total_out)
 {
     uint64_t used = 0, found = STAGE_HEAP_NOWHERE;
     for (uint32_t i = 0; i < plan->instance_count; i++) {
         const fabric_plan_instance_t *one = &plan->instances[i];
-        transport_geometry_t geometry = stage_geometry(one);
-        for (uint32_t r = 0; r < fabric_plan_ranks(one); r++) {
-            if (one->rank_atn[r] != atn)
-                continue;
-            uint64_t at = place(&used, transport_cuda_plain_bytes(&geometry));
-            if (i == instance && r == rank)
-                found = at;
-        }
+        for (uint32_t r = 0; r < fabric_plan_ranks(one); r++)
+            if (one->rank_atn[r] == atn)
+                add(&used, arena_bytes(one), (thing_t){STAGE_HEAP_RELAY, i, r, 0}, looked, &found);
     }
     *total_out = used;
     return found;
@@ -90,28 +121,29 @@ uint64_t stage_heap_bytes(const fabric_plan_t *plan)
 {
     uint64_t most = 0, used;
     for (uint32_t f = 0; f < plan->ffn_count; f++) {
-        (void)walk_ffn(plan, f, UINT32_MAX, STAGE_HEAP_PAGE, &used);
+        (void)walk_ffn(plan, f, NULL, &used);
         most = used > most ? used : most;
     }
     for (uint32_t a = 0; a < plan->atn_count; a++) {
-        (void)walk_atn(plan, a, UINT32_MAX, 0, &used);
+        (void)walk_atn(plan, a, NULL, &used);
         most = used > most ? used : most;
     }
     return align_up(most, STAGE_GRANULARITY_BYTES);
 }
 
 uint64_t stage_heap_offset(const fabric_plan_t *plan, stage_heap_kind_t kind, uint32_t instance,
-                           uint32_t owner)
+                           uint32_t owner, uint32_t further)
 {
     uint64_t total;
+    const thing_t looked = {kind, instance, owner, further};
     if (instance >= plan->instance_count)
         return STAGE_HEAP_NOWHERE;
     if (kind != STAGE_HEAP_RELAY)
-        return owner < plan->ffn_count ? walk_ffn(plan, owner, instance, kind, &total)
+        return owner < plan->ffn_count ? walk_ffn(plan, owner, &looked, &total)
                                        : STAGE_HEAP_NOWHERE;
     if (owner >= fabric_plan_ranks(&plan->instances[instance]))
         return STAGE_HEAP_NOWHERE;
-    return walk_atn(plan, plan->instances[instance].rank_atn[owner], instance, owner, &total);
+    return walk_atn(plan, plan->instances[instance].rank_atn[owner], &looked, &total);
 }
 
 /* ---- where library and plug-in are ---------------------------------------------------------- */
@@ -278,15 +310,20 @@ xp_status_t stage_heap_open(const stage_heap_place_t *place, const fabric_plan_t
                             stage_heap_t **heap_out)
 {
     const xpool_nvshmem_plugin_t *plugin;
-    uint64_t bytes = stage_heap_bytes(plan);
-    XP_TRY(set_environment(bytes));
+    XP_TRY(set_environment(stage_heap_bytes(plan)));
     XP_TRY(load(place, &plugin));
+    return stage_heap_wrap(plugin, plan, heap_out);
+}
+
+xp_status_t stage_heap_wrap(const xpool_nvshmem_plugin_t *plugin, const fabric_plan_t *plan,
+                            stage_heap_t **heap_out)
+{
     stage_heap_t *heap = calloc(1, sizeof(*heap));
     if (!heap)
         return xp_fail(XP_NO_MEMORY, "no memory for the symmetric heap's description");
     heap->plugin = plugin;
     heap->plan = plan;
-    heap->bytes = bytes;
+    heap->bytes = stage_heap_bytes(plan);
     *heap_out = heap;
     return XP_OK;
 }
@@ -347,9 +384,10 @@ xp_status_t stage_heap_join(stage_heap_t *heap, const cuda_device_t *device, uin
     heap->base = base;
     heap->pe = pe;
     /* Asked once: later, while kernels stay, the library is not called. */
-    for (uint32_t i = 0; i < pes; i++)
-        heap->peer[i] =
-            (cuda_address_t)(uintptr_t)(i == pe ? base : heap->plugin->peer(base, (int)i));
+    for (uint32_t i = 0; i < pes; i++) {
+        void *at = i == pe ? base : stage_heap_far(heap) ? NULL : heap->plugin->peer(base, (int)i);
+        heap->peer[i] = (cuda_address_t)(uintptr_t)at;
+    }
     return clear(heap, device);
 }
 
@@ -363,6 +401,11 @@ xp_status_t stage_heap_module_ready(stage_heap_t *heap, const cuda_module_t *mod
     int result = heap->plugin->module_ready(module->handle);
     return result == 0 ? XP_OK
                        : xp_fail(XP_FATAL, "NVSHMEM does not take device code (error %d)", result);
+}
+
+bool stage_heap_far(const stage_heap_t *heap)
+{
+    return heap->plan->provider == FABRIC_PROVIDER_NVSHMEM_FAR;
 }
 
 uint32_t stage_heap_pe(const stage_heap_t *heap)

@@ -25,7 +25,10 @@
 typedef enum stage_heap_kind {
     STAGE_HEAP_PAGE = 0, /* owner: FfnAgent; its stage of the Instance */
     STAGE_HEAP_PARTIALS, /* owner: FfnAgent; where it reduces */
-    STAGE_HEAP_RELAY     /* owner: Instance Rank; its relay arena, on its AtnAgent's PE */
+    STAGE_HEAP_RELAY,    /* owner: Instance Rank; its relay arena, on its AtnAgent's PE */
+    /* NVSHMEM_FAR, for what the courier carries on: */
+    STAGE_HEAP_OUTBOX, /* owner: FfnAgent, further: Instance Rank; in place of its relay arena */
+    STAGE_HEAP_MIRROR  /* owner: FfnAgent, further: first member; in place of its partials */
 } stage_heap_kind_t;
 
 #define STAGE_HEAP_ALIGN_BYTES 4096u
@@ -37,7 +40,7 @@ typedef enum stage_heap_kind {
 uint64_t stage_heap_bytes(const fabric_plan_t *plan);
 /* Offset in the heap of its PE. STAGE_HEAP_NOWHERE: the plan has no such thing. */
 uint64_t stage_heap_offset(const fabric_plan_t *plan, stage_heap_kind_t kind, uint32_t instance,
-                           uint32_t owner);
+                           uint32_t owner, uint32_t further);
 
 /* ---- the library --------------------------------------------------------------------------------
  * Overrides of where things are looked for. */
@@ -62,6 +65,9 @@ typedef struct stage_heap stage_heap_t;
  * The plan outlives the object. XP_UNSUPPORTED where they do not fit together. */
 xp_status_t stage_heap_open(const stage_heap_place_t *place, const fabric_plan_t *plan,
                             stage_heap_t **heap_out);
+/* The same with a plug-in that is there already: for tests. */
+xp_status_t stage_heap_wrap(const xpool_nvshmem_plugin_t *plugin, const fabric_plan_t *plan,
+                            stage_heap_t **heap_out);
 /* PE 0: a fresh id, for all PEs of this Generation. */
 xp_status_t stage_heap_make_id(stage_heap_t *heap, unsigned char id_out[XPOOL_NVSHMEM_ID_BYTES]);
 /* Collective: returns when every PE of the plan has joined, or fails; the caller limits the time by
@@ -73,6 +79,8 @@ xp_status_t stage_heap_join(stage_heap_t *heap, const cuda_device_t *device, uin
 cuda_image_t stage_heap_image(const stage_heap_t *heap);
 xp_status_t stage_heap_module_ready(stage_heap_t *heap, const cuda_module_t *module);
 uint32_t stage_heap_pe(const stage_heap_t *heap);
+/* NVSHMEM_FAR: no other PE's memory is mapped, or treated so. */
+bool stage_heap_far(const stage_heap_t *heap);
 /* An address in this PE's heap: symmetric, that is, good for device calls with any PE. */
 cuda_address_t stage_heap_at(const stage_heap_t *heap, uint64_t offset);
 /* Where `pe`'s bytes at `offset` are mapped in this process; 0: they are not (another host). */

@@ -85,7 +85,7 @@ uint64_t stage_scratch_bytes(const fabric_plan_instance_t *instance, uint32_t ff
 
 void stage_ffn_bytes(const fabric_plan_t *plan, uint32_t ffn, stage_bytes_t *bytes_out)
 {
-    const bool heap = plan->provider == FABRIC_PROVIDER_NVSHMEM;
+    const bool heap = fabric_provider_heap(plan->provider);
     stage_bytes_t bytes = {.tables = sizeof(stage_table_t)};
     if (heap)
         bytes.stages = stage_heap_bytes(plan) + STAGE_HEAP_OWN_BYTES;

@@ -74,7 +74,7 @@ typedef struct stage_ffn_config {
     /* Provider nvshmem: stages and partials lie here, and the ranks' relay arenas are found here;
      * nothing is exported, imported or received. NULL: memory of their own, passed by descriptor.
      * Outlives the object. */
-    const stage_heap_t *heap;
+    stage_heap_t *heap;
 } stage_ffn_config_t;
 
 /* Takes all device memory and loads all code; launches nothing that stays. */

@@ -10,6 +10,7 @@
  *          two      1 AtnAgent, 2 FfnAgents: partials and complete rows of two members
  *          fan_in   2 AtnAgents, 1 FfnAgent: attention DP and TP
  *          mesh     2 AtnAgents, 2 FfnAgents, two PEs on each GPU: all delivery kinds
+ *          far      one, two and mesh once more, as between hosts: NVSHMEM's calls alone
  *          kill     SIGKILL of Instances, then of PEs; a fresh start on the same GPUs
  *          limited  two PEs on a GPU without full multi-process support are refused by name
  *
@@ -26,7 +27,7 @@
 #include "stage/records.h"
 #include "stage_roles.h"
 
-#define PARTS "ping,one,two,fan_in,mesh,kill,limited"
+#define PARTS "ping,one,two,fan_in,mesh,far,kill,limited"
 
 CUDA_IMAGE_DECLARE(tests_nvshmem_ping);
 
@@ -35,6 +36,7 @@ static const char *mps_pipe;
 static uint32_t spawned; /* life words are not used twice */
 static fabric_plan_t plan;
 static uint32_t scene_now;
+static bool far_now; /* no PE's memory is mapped by another: the courier carries all answers */
 static agent_t atns[2], ffns[MEMBERS_MAX];
 static agent_t clients[FABRIC_MAX_RANKS];
 static double floor_us = -1, floor_p99_us = -1;
@@ -192,7 +194,7 @@ static void pes_up(uint32_t scene, bool shares)
     agent_t *pes[4];
     scene_plan(scene, &plan);
     scene_now = scene;
-    setenv(HEAP_VARIABLE, "1", 1);
+    setenv(HEAP_VARIABLE, far_now ? "far" : "near", 1);
     for (uint32_t a = 0; a < plan.atn_count; a++) {
         environment_of(a, shares);
         agent_spawn("relay", life_fd, relay_number(scene, a), ++spawned, &atns[a]);
@@ -220,8 +222,9 @@ static void scene_up(uint32_t scene)
         CHECK_OK(hear(&ffns[f], NULL).status);
     for (uint32_t f = 0; f < plan.ffn_count; f++)
         must(&ffns[f], (order_t){.what = ORDER_START}, -1, NULL);
-    printf("scene %u: %u AtnAgents, %u FfnAgents joined and started in %.2f s\n", scene,
-           plan.atn_count, plan.ffn_count, (double)(xp_monotonic_ns() - start_ns) / 1e9);
+    printf("scene %u%s: %u AtnAgents, %u FfnAgents joined and started in %.2f s\n", scene,
+           far_now ? ", far" : "", plan.atn_count, plan.ffn_count,
+           (double)(xp_monotonic_ns() - start_ns) / 1e9);
 }
 
 static uint32_t left_sockets(void)
@@ -326,7 +329,7 @@ static void row(const char *name, answer_t answer, double value, const char *uni
                 const char *target, const char *what)
 {
     char note[300], metric[96];
-    snprintf(metric, sizeof(metric), "hop.cuda.nvshmem.%s", name);
+    snprintf(metric, sizeof(metric), "hop.cuda.nvshmem%s.%s", far_now ? "_far" : "", name);
     snprintf(note, sizeof(note), "%s; P50 %.3f, P99 %.3f, max %.1f us of %llu, %llu wrong", what,
              answer.times.p50_us, answer.times.p99_us, answer.times.max_us,
              (unsigned long long)answer.done, (unsigned long long)answer.wrong);
@@ -380,7 +383,7 @@ static void part_ping(void)
                  {64 << 10, 1024, "raw_put_signal_64k_us"},
                  {256 << 10, 1024, "raw_put_signal_256k_us"}};
     agent_t pes[2], *const both[] = {&pes[0], &pes[1]};
-    setenv(HEAP_VARIABLE, "1", 1);
+    setenv(HEAP_VARIABLE, "near", 1);
     under_mps(false);
     agent_spawn("ping", life_fd, 0, 0, &pes[0]);
     agent_spawn("ping", life_fd, 1, 0, &pes[1]);
@@ -469,17 +472,29 @@ static void part_mesh(void)
     scene_down();
 }
 
+static void part_far(uint32_t thousands)
+{
+    far_now = true;
+    part_one(thousands);
+    part_two(thousands);
+    part_fan_in();
+    part_mesh();
+    far_now = false;
+}
+
 /* Every scene once, without a request: joining, attaching, detaching, ending. */
 static void part_join(void)
 {
-    for (uint32_t scene = 0; scene < SCENES; scene++) {
-        scene_up(scene);
+    for (uint32_t n = 0; n < 2 * SCENES; n++) {
+        far_now = n >= SCENES;
+        scene_up(n % SCENES);
         for (uint32_t i = 0; i < plan.instance_count; i++) {
             instance_up(i);
             instance_down(i);
         }
         scene_down();
     }
+    far_now = false;
 }
 
 static void part_kill(void)
@@ -630,6 +645,8 @@ int main(int argc, char **argv)
         part_fan_in();
     if (has(parts, "mesh"))
         part_mesh();
+    if (has(parts, "far"))
+        part_far(thousands);
     if (has(parts, "kill"))
         part_kill();
     if (has(parts, "limited"))

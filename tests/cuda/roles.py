@@ -73,7 +73,7 @@ def start(arguments, folder, scene):
     libraries = arguments.build / "tests" / "fake-cuda"
     system.environment["LD_LIBRARY_PATH"] = str(libraries)
     system.environment["PATH"] = f"{folder}:{os.environ['PATH']}"
-    if scene.get("provider") == "nvshmem":
+    if scene.get("provider", "").startswith("nvshmem"):
         fake = arguments.build / "tests" / "fake-nvshmem"
         system.environment["XPOOL_NVSHMEM_ROOT"] = str(fake / "wheel")
         system.environment["XPOOL_NVSHMEM_PLUGIN"] = str(fake / "libxpool_nvshmem.so")
@@ -215,10 +215,15 @@ def main():
             life,
             dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem"),
         ),
+        (
+            "nvshmem far",
+            life,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem-far"),
+        ),
         ("nvshmem failure", failure, dict(shared, provider="nvshmem")),
         ("nvshmem dies joining", joining, dict(shared, provider="nvshmem", heap="hang")),
         ("nvshmem limited", refused, dict(shared, provider="nvshmem", heap="limited", says="limited multi-process")),
-        ("nvshmem far", refused, dict(shared, provider="nvshmem", heap="refuse", says="cannot join NVSHMEM")),
+        ("nvshmem refused", refused, dict(shared, provider="nvshmem", heap="refuse", says="cannot join NVSHMEM")),
     ):
         if arguments.only and arguments.only not in name:
             continue

@@ -56,6 +56,10 @@ void scene_plan(uint32_t scene, fabric_plan_t *plan)
     plan->lanes = 4;
     plan->generation = 1;
     plan->submission_timeout_ns = 5 * XP_NS_PER_S;
+    const char *heap = getenv(HEAP_VARIABLE);
+    plan->provider = !heap                      ? FABRIC_PROVIDER_P2P
+                     : strcmp(heap, "far") == 0 ? FABRIC_PROVIDER_NVSHMEM_FAR
+                                                : FABRIC_PROVIDER_NVSHMEM;
     plan->instance_count = sizes[scene].instances;
     for (uint32_t i = 0; i < plan->instance_count; i++) {
         fabric_plan_instance_t *instance = &plan->instances[i];

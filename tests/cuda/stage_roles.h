@@ -30,8 +30,10 @@ enum {
 void scene_plan(uint32_t scene, fabric_plan_t *plan);
 
 /* ---- provider nvshmem ----------------------------------------------------------------------- */
-/* In the environment of FfnAgents and relays: stages lie in the symmetric heap, and the first
- * message to each of them is a join_t; PE 0 answers `make` with the id. */
+/* In the environment of FfnAgents and relays: stages lie in the symmetric heap ("near", or "far"
+ * for NVSHMEM_FAR), and the first message to each of them is a join_t; PE 0 answers `make` with the
+ * id.
+ */
 #define HEAP_VARIABLE "XPOOL_TEST_HEAP"
 typedef struct join {
     uint32_t make, pe;

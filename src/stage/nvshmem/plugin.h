@@ -24,6 +24,7 @@ extern "C" {
 /* Kernels of the image. */
 #define XPOOL_NVSHMEM_RELAY    "stage_relay_nvshmem"
 #define XPOOL_NVSHMEM_DESCRIBE "stage_relay_describe"
+#define XPOOL_NVSHMEM_COURIER  "stage_courier"
 
 typedef enum xpool_nvshmem_sharing {
     XPOOL_NVSHMEM_ALONE = 0, /* one PE a GPU */

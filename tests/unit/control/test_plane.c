@@ -163,6 +163,38 @@ static void gpus_are_planned_with_the_memory_that_is_given(void **state)
     config_destroy(config);
 }
 
+/* The same heap on every agent's device, whatever is placed where. */
+static void a_symmetric_heap_is_admitted_on_every_device(void **state)
+{
+    static const char *const names[] = {"nvshmem", "nvshmem-far"};
+    uint64_t heaps[2];
+    for (uint32_t n = 0; n < 2; n++) {
+        char more[256];
+        snprintf(more, sizeof(more),
+                 "fabric.provider = '%s'\n" MEMORY "[devices.'cuda:3']\nmemory = '80GiB'\n",
+                 names[n]);
+        config_t *config = deployment("'cuda:0', 'cuda:1'", "'cuda:2', 'cuda:3'", more,
+                                      "ffn_tp_size = 2\nattention_tp = 2");
+        plan_result_t *plan = plan_of(config);
+        assert_string_equal(fabric_plan_provider_name(plan->plan.provider), names[n]);
+        heaps[n] = stage_heap_bytes(&plan->plan);
+        assert_true(heaps[n] >=
+                    stage_arena_bytes(&plan->plan.instances[0]) - STAGE_GRANULARITY_BYTES);
+        for (uint32_t a = 0; a < 2; a++)
+            assert_true(plan->atn[a].arena_bytes >=
+                        plan->models[0].arena_bytes + heaps[n] + STAGE_HEAP_OWN_BYTES);
+        for (uint32_t f = 0; f < 2; f++) {
+            assert_true(plan->ffn[f].arena_bytes >= heaps[n] + STAGE_HEAP_OWN_BYTES);
+            assert_true(plan->ffn[f].arena_bytes + plan->ffn[f].workspace_bytes +
+                            plan->ffn[f].weight_bytes <=
+                        plan->ffn[f].budget_bytes);
+        }
+        planner_free(plan);
+        config_destroy(config);
+    }
+    assert_true(heaps[1] > heaps[0]); /* outboxes and mirrors */
+}
+
 /* A Lane has rows of its own where several ranks get what one member computes, and nowhere else. */
 static void lanes_have_rows_of_their_own_where_one_member_serves_several_ranks(void **state)
 {
@@ -208,8 +240,10 @@ static void what_cannot_be_planned_is_refused_by_name(void **state)
             "\"shm\" does not go with CUDA devices; use \"p2p\"");
     refused(deployment("'cpu:0'", "'cpu:1'", "fabric.provider = 'p2p'\n", ""),
             "\"p2p\" does not go with CPU devices; use \"shm\"");
-    refused(deployment("'cuda:0'", "'cuda:1'", "fabric.provider = 'nvshmem'\n" MEMORY, ""),
-            "\"nvshmem\" is not part of this build");
+    refused(deployment("'cpu:0'", "'cpu:1'", "fabric.provider = 'nvshmem'\n", ""),
+            "\"nvshmem\" does not go with CPU devices; use \"shm\"");
+    refused(deployment("'cuda:0'", "'cuda:1'", "fabric.provider = 'ucx'\n" MEMORY, ""),
+            "\"ucx\" is not part of this build");
     refused(deployment("'cuda:0'", "'cuda:1'", MEMORY, "dtype = 'float32'"),
             "models[m].dtype: GPUs compute in bfloat16 or float16");
     refused(
@@ -570,8 +604,13 @@ static void expect_plane(fixture_t *f, int agent, bool relay)
     wire_descriptors_close(&fds);
 }
 
-/* The daemon, and agents that have joined; FfnAgents are told to load. */
-static void start(fixture_t *f, const char *atn, uint32_t atn_count, const char *more,
+static int agent_of(const fixture_t *f, uint32_t p)
+{
+    return p < f->atn_count ? f->atn[p] : f->ffn[p - f->atn_count];
+}
+
+/* The daemon, and agents that have registered. */
+static void begin(fixture_t *f, const char *atn, uint32_t atn_count, const char *more,
                   const char *model)
 {
     char text[1024];
@@ -589,17 +628,30 @@ static void start(fixture_t *f, const char *atn, uint32_t atn_count, const char 
     for (uint32_t i = 0; i < FFN_COUNT; i++)
         f->ffn[i] = greet(f, xpw_Role_ROLE_FFNAGENT, f->config->ffn[i].name);
     for (uint32_t p = 0; p < atn_count + FFN_COUNT; p++) {
-        int agent = p < atn_count ? f->atn[p] : f->ffn[p - atn_count];
-        expect_plane(f, agent, strstr(more, "relay") != NULL);
-        expect(agent, xpw_Envelope_join_tag, 1);
+        expect_plane(f, agent_of(f, p), fabric_provider_relays(f->plan->plan.provider));
+        expect(agent_of(f, p), xpw_Envelope_join_tag, 1);
+    }
+}
+
+/* All of them have joined; FfnAgents are told to load. */
+static void join(fixture_t *f)
+{
+    for (uint32_t p = 0; p < f->atn_count + FFN_COUNT; p++) {
         xpw_Envelope joined = {.which_body = xpw_Envelope_joined_tag};
         joined.body.joined.generation = 1;
-        say(agent, &joined, NULL, 0);
+        say(agent_of(f, p), &joined, NULL, 0);
     }
     for (uint32_t i = 0; i < FFN_COUNT; i++) {
         xpw_Envelope *prepare = expect(f->ffn[i], xpw_Envelope_prepare_tag, 0);
         assert_true(prepare->body.prepare.memory_bytes == f->plan->ffn[i].budget_bytes);
     }
+}
+
+static void start(fixture_t *f, const char *atn, uint32_t atn_count, const char *more,
+                  const char *model)
+{
+    begin(f, atn, atn_count, more, model);
+    join(f);
 }
 
 static void executable(const fixture_t *f)
@@ -622,7 +674,7 @@ static int wait_daemon(fixture_t *f)
 static int finish(fixture_t *f)
 {
     for (uint32_t p = 0; p < f->atn_count + FFN_COUNT; p++) {
-        int agent = p < f->atn_count ? f->atn[p] : f->ffn[p - f->atn_count];
+        int agent = agent_of(f, p);
         while (expect(agent, xpw_Envelope_stop_tag, 0)->body.stop.phase !=
                xpw_StopPhase_STOP_FINALIZE)
             ;
@@ -788,6 +840,50 @@ static void with_the_relay_the_agents_arenas_take_the_place_of_the_instances(voi
     assert_int_equal(finish(&f), 0);
 }
 
+/* The sockets that are the agents here say what PE 0 and the others say. */
+static void agents_of_a_symmetric_heap_join_with_one_id(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    begin(&f, "'cuda:0', 'cuda:1'", 2, "fabric.provider = 'nvshmem'\n", "ffn_tp_size = 2");
+    assert_true(silent(f.atn[1]) && silent(f.ffn[0]) && silent(f.ffn[1]));
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_fabric_id_tag};
+    envelope.body.fabric_id.generation = 1;
+    for (uint32_t i = 0; i < sizeof(envelope.body.fabric_id.id); i++)
+        envelope.body.fabric_id.id[i] = (uint8_t)(200 - i);
+    say(f.atn[0], &envelope, NULL, 0);
+    int others[] = {f.atn[1], f.ffn[0], f.ffn[1]};
+    for (uint32_t i = 0; i < 3; i++) {
+        xpw_Envelope *id = expect(others[i], xpw_Envelope_fabric_id_tag, 0);
+        assert_int_equal(id->body.fabric_id.generation, 1);
+        assert_memory_equal(id->body.fabric_id.id, envelope.body.fabric_id.id, 128);
+    }
+    assert_true(silent(f.atn[0]));
+    join(&f);
+    start_rank(&f, 0, &rank);
+    offer_arena(&f, &rank, 100, XP_DTYPE_BF16);
+    executable(&f);
+    /* FfnAgents know where everything is; the rank's own arena goes to its AtnAgent, last. */
+    uint64_t lease = 0;
+    for (uint32_t i = 0; i < FFN_COUNT; i++) {
+        xpw_Envelope *attach = expect(f.ffn[i], xpw_Envelope_arena_attach_tag, 0);
+        lease = attach->body.arena_attach.lease;
+        assert_true(silent(f.atn[0]));
+        attached(f.ffn[i], 0, lease, "");
+    }
+    assert_true(expect_arena(f.atn[0], 0, 100) == lease);
+    attached(f.atn[0], 0, lease, "");
+    expect(rank.fd, xpw_Envelope_attached_tag, 0);
+    expect(rank.fd, xpw_Envelope_initialize_tag, 0);
+    assert_true(silent(f.atn[1]));
+    kill_rank(&rank);
+    expect(f.atn[0], xpw_Envelope_arena_detach_tag, 0);
+    expect(f.ffn[0], xpw_Envelope_arena_detach_tag, 0);
+    expect(f.ffn[1], xpw_Envelope_arena_detach_tag, 0);
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
 static void an_atnagent_that_dies_while_arenas_are_attached_is_the_failure(void **state)
 {
     fixture_t f;
@@ -831,6 +927,18 @@ static void an_agent_that_cannot_let_go_ends_the_generation(void **state)
     assert_int_equal(wait_daemon(&f), 1);
 }
 
+static void without_the_wheel_there_is_no_daemon_either(void **state)
+{
+    config_t *config = deployment(
+        "'cuda:0'", "'cuda:1'",
+        "fabric.provider = 'nvshmem'\nfabric.nvshmem_root = '/nonexistent'\n" MEMORY, "");
+    assert_int_equal(daemon_run(config), 1);
+    assert_non_null(
+        strstr(xp_error_last()->text,
+               "fabric.provider: nvshmem: no lib/libnvshmem_host.so.3 in /nonexistent"));
+    config_destroy(config);
+}
+
 static void without_mps_there_is_no_daemon(void **state)
 {
     fixture_t f = {.atn_count = 1};
@@ -851,6 +959,7 @@ int main(int argc, char **argv)
         return fake_mps(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gpus_are_planned_with_the_memory_that_is_given),
+        cmocka_unit_test(a_symmetric_heap_is_admitted_on_every_device),
         cmocka_unit_test(lanes_have_rows_of_their_own_where_one_member_serves_several_ranks),
         cmocka_unit_test(a_gpu_may_have_both_roles_where_that_is_allowed),
         cmocka_unit_test(what_cannot_be_planned_is_refused_by_name),
@@ -859,11 +968,13 @@ int main(int argc, char **argv)
         cmocka_unit_test(an_instance_gets_the_stages_when_every_member_has_its_arena),
         cmocka_unit_test(members_get_the_partials_of_their_first),
         cmocka_unit_test(with_the_relay_the_agents_arenas_take_the_place_of_the_instances),
+        cmocka_unit_test(agents_of_a_symmetric_heap_join_with_one_id),
         cmocka_unit_test(an_atnagent_that_dies_while_arenas_are_attached_is_the_failure),
         cmocka_unit_test(an_agent_that_cannot_let_go_ends_the_generation),
+        cmocka_unit_test(without_the_wheel_there_is_no_daemon_either),
         cmocka_unit_test(without_mps_there_is_no_daemon),
     };
-    char own[PATH_MAX], link[PATH_MAX], path[8192], command[128];
+    char own[PATH_MAX], link[PATH_MAX], path[8192], command[512];
     unsetenv("XPOOL_UNDER_UP");
     unsetenv("CUDA_VISIBLE_DEVICES");
     unsetenv(GPUS_MEMORY_VARIABLE);
@@ -880,6 +991,14 @@ int main(int argc, char **argv)
     setenv("PATH", path, 1);
     snprintf(path, sizeof(path), "%s/mps", scratch);
     setenv(GPUS_MPS_ROOT_VARIABLE, path, 1);
+    /* The daemon looks whether NVSHMEM is there, and loads nothing of it. */
+    snprintf(path, sizeof(path), "%s/wheel", scratch);
+    setenv(STAGE_HEAP_ROOT_VARIABLE, path, 1);
+    setenv(STAGE_HEAP_PLUGIN_VARIABLE, own, 1);
+    snprintf(command, sizeof(command), "mkdir -p %s/lib && : > %s/lib/libnvshmem_host.so.3", path,
+             path);
+    if (system(command) != 0)
+        return 1;
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     snprintf(command, sizeof(command), "rm -rf %s", scratch);
     return system(command) ? 1 : failed;
