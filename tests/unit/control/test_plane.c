@@ -163,38 +163,6 @@ static void gpus_are_planned_with_the_memory_that_is_given(void **state)
     config_destroy(config);
 }
 
-/* The same heap on every agent's device, whatever is placed where. */
-static void a_symmetric_heap_is_admitted_on_every_device(void **state)
-{
-    static const char *const names[] = {"nvshmem", "nvshmem-far"};
-    uint64_t heaps[2];
-    for (uint32_t n = 0; n < 2; n++) {
-        char more[256];
-        snprintf(more, sizeof(more),
-                 "fabric.provider = '%s'\n" MEMORY "[devices.'cuda:3']\nmemory = '80GiB'\n",
-                 names[n]);
-        config_t *config = deployment("'cuda:0', 'cuda:1'", "'cuda:2', 'cuda:3'", more,
-                                      "ffn_tp_size = 2\nattention_tp = 2");
-        plan_result_t *plan = plan_of(config);
-        assert_string_equal(fabric_plan_provider_name(plan->plan.provider), names[n]);
-        heaps[n] = stage_heap_bytes(&plan->plan);
-        assert_true(heaps[n] >=
-                    stage_arena_bytes(&plan->plan.instances[0]) - STAGE_GRANULARITY_BYTES);
-        for (uint32_t a = 0; a < 2; a++)
-            assert_true(plan->atn[a].arena_bytes >=
-                        plan->models[0].arena_bytes + heaps[n] + STAGE_HEAP_OWN_BYTES);
-        for (uint32_t f = 0; f < 2; f++) {
-            assert_true(plan->ffn[f].arena_bytes >= heaps[n] + STAGE_HEAP_OWN_BYTES);
-            assert_true(plan->ffn[f].arena_bytes + plan->ffn[f].workspace_bytes +
-                            plan->ffn[f].weight_bytes <=
-                        plan->ffn[f].budget_bytes);
-        }
-        planner_free(plan);
-        config_destroy(config);
-    }
-    assert_true(heaps[1] > heaps[0]); /* outboxes and mirrors */
-}
-
 /* A Lane has rows of its own where several ranks get what one member computes, and nowhere else. */
 static void lanes_have_rows_of_their_own_where_one_member_serves_several_ranks(void **state)
 {
@@ -927,18 +895,6 @@ static void an_agent_that_cannot_let_go_ends_the_generation(void **state)
     assert_int_equal(wait_daemon(&f), 1);
 }
 
-static void without_the_wheel_there_is_no_daemon_either(void **state)
-{
-    config_t *config = deployment(
-        "'cuda:0'", "'cuda:1'",
-        "fabric.provider = 'nvshmem'\nfabric.nvshmem_root = '/nonexistent'\n" MEMORY, "");
-    assert_int_equal(daemon_run(config), 1);
-    assert_non_null(
-        strstr(xp_error_last()->text,
-               "fabric.provider: nvshmem: no lib/libnvshmem_host.so.3 in /nonexistent"));
-    config_destroy(config);
-}
-
 static void without_mps_there_is_no_daemon(void **state)
 {
     fixture_t f = {.atn_count = 1};
@@ -959,7 +915,6 @@ int main(int argc, char **argv)
         return fake_mps(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gpus_are_planned_with_the_memory_that_is_given),
-        cmocka_unit_test(a_symmetric_heap_is_admitted_on_every_device),
         cmocka_unit_test(lanes_have_rows_of_their_own_where_one_member_serves_several_ranks),
         cmocka_unit_test(a_gpu_may_have_both_roles_where_that_is_allowed),
         cmocka_unit_test(what_cannot_be_planned_is_refused_by_name),
@@ -971,7 +926,6 @@ int main(int argc, char **argv)
         cmocka_unit_test(agents_of_a_symmetric_heap_join_with_one_id),
         cmocka_unit_test(an_atnagent_that_dies_while_arenas_are_attached_is_the_failure),
         cmocka_unit_test(an_agent_that_cannot_let_go_ends_the_generation),
-        cmocka_unit_test(without_the_wheel_there_is_no_daemon_either),
         cmocka_unit_test(without_mps_there_is_no_daemon),
     };
     char own[PATH_MAX], link[PATH_MAX], path[8192], command[512];
