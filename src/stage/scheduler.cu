@@ -135,7 +135,8 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
                     if (block->notes)
                         block->begun_ns = transport_clock_ns();
                 }
-                const uint64_t took = transport_clock_ns() - start;
+                // Not while rows wait: the clock is far away.
+                const uint64_t took = next & OWN ? 0 : transport_clock_ns() - start;
                 if (took > s->counts.longest_turn_ns)
                     s->counts.longest_turn_ns = took;
             }

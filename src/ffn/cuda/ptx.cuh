@@ -32,6 +32,10 @@ static __device__ __forceinline__ uint32_t ptx_load_relaxed_system(const uint32_
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     return value;
 }
+static __device__ __forceinline__ void ptx_store_relaxed_system(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
 static __device__ __forceinline__ void ptx_store_release_system(uint64_t *word, uint64_t value)
 {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");

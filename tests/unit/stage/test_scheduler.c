@@ -166,6 +166,64 @@ static void test_chunks(void **state)
     assert_int_equal(s->chunk.end, (3 * STAGE_JOB_CHUNK / RIG_HIDDEN - 1) * RIG_HIDDEN);
 }
 
+/* The short way of a rank and a member that are alone leaves everything as the general steps do. */
+static void test_alone_is_as_the_general_steps(void **state)
+{
+    for (int execution = 0; execution < 3; execution++)
+        for (uint32_t rows = 0; rows <= RIG_ROWS; rows += RIG_ROWS / 2) {
+            rig.ffns = 1;
+            shape(0, 1, 1, 0, 1);
+            make(execution > 0, FABRIC_POLICY_DEADLINE);
+            rig.ffn[0].lease = execution == 1;
+            attach_all();
+            pass(0, 1, rows_of[0], 1);
+            turns(SETTLE + 1);
+            stage_scheduler_t *s = rig.ffn[0].scheduler;
+            rig_put(&rig, 0, 0, 2, &rows, 2);
+            assert_true(stage_scheduler_line_changed(s, 0));
+            assert_true(s->turn % STAGE_LOOK_TURNS != 0);
+            const uint32_t changed[STAGE_LINES / 32] = {1};
+            stage_scheduler_t before = *s, after[2];
+            ffn_cuda_lane_t lane[2];
+            ffn_cuda_answer_t answer[2];
+            ffn_cuda_command_t command[2];
+            for (int general = 0; general < 2; general++) {
+                *s = before;
+                s->work[0].alone = !general;
+                if (execution == 1)
+                    rig.ffn[0].queue->entries[before.poster.commands].sequence = 0;
+                assert_true(stage_scheduler_turn(s, changed, 0, 77));
+                assert_int_equal(s->work[0].phase, execution ? STAGE_RUNNING : STAGE_JOB);
+                assert_int_equal(s->work[0].lane_held, 1);
+                s->work[0].alone = 0;
+                memset(&s->incoming, 0, sizeof(s->incoming)); /* only the general steps use it */
+                after[general] = *s;
+                if (!execution)
+                    continue;
+                lane[general] = *s->dispatch->lanes[s->work[0].lane].lane;
+                answer[general] = *s->dispatch->lanes[s->work[0].lane].answer;
+                command[general] = rig.ffn[0].queue->entries[before.poster.commands];
+            }
+            assert_memory_equal(&after[0], &after[1], sizeof(after[0]));
+            assert_int_equal(s->counts.resident - before.counts.resident, execution == 1);
+            assert_int_equal(s->counts.host - before.counts.host, execution == 2);
+            if (execution) {
+                assert_memory_equal(&lane[0], &lane[1], sizeof(lane[0]));
+                assert_memory_equal(&answer[0], &answer[1], sizeof(answer[0]));
+                assert_memory_equal(&command[0], &command[1], sizeof(command[0]));
+            }
+            /* What is not quite so common is left to the general steps. */
+            *s = before;
+            s->closing = 1;
+            assert_true(stage_scheduler_turn(s, changed, 0, 77));
+            assert_int_equal(s->work[0].phase, STAGE_IDLE);
+            teardown(NULL);
+        }
+    rig.ffns = 1; /* for the last teardown */
+    shape(0, 1, 1, 0, 1);
+    make(false, 0);
+}
+
 static void two_ranks(void)
 {
     rig.ffns = 1;
@@ -691,6 +749,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(test_shapes, teardown),
         cmocka_unit_test_teardown(test_layers_on_different_groups, teardown),
+        cmocka_unit_test_teardown(test_alone_is_as_the_general_steps, teardown),
         cmocka_unit_test_teardown(test_chunks, teardown),
         cmocka_unit_test_teardown(test_disagreement_names_both, teardown),
         cmocka_unit_test_teardown(test_row_counts_must_agree, teardown),
