@@ -137,8 +137,9 @@ typedef struct ffn_cuda_lane {
  * writer (the Coordinator) fills entries in order; every block of the kernel reads each. Entry n
  * (from 0) is at n % FFN_CUDA_QUEUE_ENTRIES and is live when its sequence is n + 1. The writer may
  * fill it once answered >= n + 1 - FFN_CUDA_QUEUE_ENTRIES, and publishes it by compare-and-swap
- * from what the round before has left there: a block that sees `stop` swaps FFN_CUDA_QUEUE_LEFT into the
- * entry that it waits for, so that all blocks leave before the same command or all execute it. */
+ * from what the round before has left there: a block that sees `stop` swaps FFN_CUDA_QUEUE_LEFT
+ * into the entry that it waits for, so that all blocks leave before the same command or all execute
+ * it. */
 #define FFN_CUDA_QUEUE_LEFT (~(uint64_t)0)
 
 typedef struct ffn_cuda_command {
