@@ -25,6 +25,7 @@
 #define FFN_CUDA_QUEUE_ENTRIES  64u
 #define FFN_CUDA_MAX_PARTIALS   16u
 #define FFN_CUDA_MAX_BLOCKS     256u /* of the decode grid */
+#define FFN_CUDA_TRACE_MARKS    8u
 #define FFN_CUDA_SHARE_ONE      (1u << 20)
 #define FFN_CUDA_TILE_ROWS      128u /* rows of one tile of the grouped GEMM */
 
@@ -94,6 +95,11 @@ typedef struct ffn_cuda_workspace {
      * ffn_cuda_shares_adjust(). */
     uint32_t (*shares)[FFN_CUDA_MAX_BLOCKS + 1];
     uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
+    /* NULL, or [FFN_CUDA_TRACE_MARKS]: to each mark every block adds the nanoseconds since it saw
+     * the command: its words read, logits written, all logits seen, experts known, gate and up
+     * done, all activations seen, down done, rows visible. Only for measuring; the resident
+     * kernels. */
+    uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS];
     float *logits;            /* [rows][experts] */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
