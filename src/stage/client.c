@@ -179,6 +179,7 @@ static void client_describe_put(stage_client_t *client, uint32_t layer, uint32_t
                          .row_bytes = client_row_bytes(client)};
     client->answers = 0;
     if (client->path == STAGE_RELAY) {
+        put->relayed = 1;
         put->targets[put->count++] = (stage_target_t){
             .line = client->parts.arena + offsetof(mailbox_arena_t, request),
             .input = client->parts.arena + transport_cuda_input_offset(&client->geometry)};

@@ -159,8 +159,9 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
     }
     if (lane == 0) {
         // The helpers' chunk is short, and they must be asleep before they are called once more.
-        while (s->chunk_busy && block_ref<uint32_t>(block->ended).load(
-                                    cuda::memory_order_acquire) != STAGE_HELPERS / 32)
+        while (s->chunk_busy &&
+               block_ref<uint32_t>(block->ended).load(cuda::memory_order_acquire) !=
+                   STAGE_HELPERS / 32)
             ;
         s->counts.turns = s->turn;
         table->counts = s->counts;

@@ -103,6 +103,7 @@ typedef struct stage_scheduler {
     stage_counts_t counts;
     stage_lane_t lane[FFN_CUDA_MAX_LANES];
     stage_line_at_t lines[STAGE_LINES];
+    uint64_t briefs[STAGE_LINES]; /* of the lines that changed */
     stage_work_t work[FABRIC_MAX_INSTANCES];
 } stage_scheduler_t;
 
@@ -235,13 +236,13 @@ PROTOCOL_FUNCTION void stage_scheduler_drop(stage_scheduler_t *s, uint32_t insta
 /* ---- lines ---------------------------------------------------------------------------------- */
 /* Any thread of the block, before a turn and met by the thread that takes it: does the line at
  * `index` want a look? Its order is that of stage_line_changed(). */
-PROTOCOL_FUNCTION int stage_scheduler_line_changed(const stage_scheduler_t *s, uint32_t index)
+PROTOCOL_FUNCTION int stage_scheduler_line_changed(stage_scheduler_t *s, uint32_t index)
 {
     const stage_line_at_t *at = &s->lines[index];
     const stage_work_t *work = &s->work[at->instance];
     if (work->phase > STAGE_GATHERING || (work->gathered >> at->rank & 1))
         return 0;
-    return stage_line_changed(at->line, work->taken);
+    return stage_line_changed(at->line, work->taken, &s->briefs[index]);
 }
 
 PROTOCOL_FUNCTION int stage_line_valid(const stage_about_t *about, const stage_line_t *line,
@@ -854,12 +855,11 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
     const uint32_t instance = at->instance;
     stage_work_t *work = &s->work[instance];
     stage_line_t line;
-    if (stage_line_read(at->line, work->taken, &line) != MAILBOX_LIVE || !work->alone ||
+    if (!work->alone || !stage_brief_read(s->briefs[index], work->taken, &line) ||
         work->phase != STAGE_IDLE || transport_slot_state(work->now) != TRANSPORT_SLOT_ATTACHED)
         return 0;
     const uint32_t max_rows = work->about.max_rows, layers = work->about.layers;
-    if (line.layer >= layers || line.kind >= MAILBOX_KIND_COUNT || line.rows > max_rows ||
-        line.rows != line.dp_rows[0])
+    if (line.layer >= layers || line.kind >= MAILBOX_KIND_COUNT || line.rows > max_rows)
         return 0;
     if (s->dispatch && (line.rows > FFN_CUDA_DECODE_ROWS || line.rows > s->dispatch->max_rows))
         return 0;

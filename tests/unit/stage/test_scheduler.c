@@ -166,6 +166,38 @@ static void test_chunks(void **state)
     assert_int_equal(s->chunk.end, (3 * STAGE_JOB_CHUNK / RIG_HIDDEN - 1) * RIG_HIDDEN);
 }
 
+/* A brief says what its line says, or that it does not. */
+static void test_briefs(void **state)
+{
+    static const uint64_t sequences[] = {1,          0x7fffffff, 0x80000000,
+                                         0xffffffff, 1ull << 32, (1ull << 40) + 5};
+    for (uint32_t n = 0; n < 6; n++)
+        for (uint32_t step = 1; step <= 3000; step += 2999) {
+            const stage_line_t said = {.sequence = sequences[n] + step,
+                                       .layer = MAILBOX_LAYER_LIMIT - 1,
+                                       .rows = MAILBOX_MAX_ROWS,
+                                       .kind = MAILBOX_KIND_COUNT - 1,
+                                       .dp_rows = {MAILBOX_MAX_ROWS}};
+            stage_line_t line = said, read;
+            assert_true(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            assert_memory_equal(&said, &read, sizeof(said));
+            /* An older one, and the same one. */
+            assert_false(stage_brief_read(stage_brief_make(&line), line.sequence + 1, &read));
+            assert_false(stage_brief_read(stage_brief_make(&line), line.sequence, &read));
+            line.dp_rows[0]--;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            line = said;
+            line.layer++;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            line = said;
+            line.rows = line.dp_rows[0] = 1u << STAGE_BRIEF_ROWS_BITS;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            line = said;
+            line.kind = 4;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+        }
+}
+
 /* The short way of a rank and a member that are alone leaves everything as the general steps do. */
 static void test_alone_is_as_the_general_steps(void **state)
 {
@@ -275,7 +307,9 @@ static void test_bad_lines_drop_their_instance(void **state)
                                                    : 0,
                                .kind = what == 3 ? MAILBOX_KIND_COUNT : 0};
         line->dp_rows[0] = what == 1 ? RIG_ROWS + 1 : 0;
-        stage_line_publish(line, what == 4 ? 0 : 2);
+        stage_line_t value = *line;
+        value.sequence = what == 4 ? 0 : 2;
+        stage_line_publish(line, &value);
         turns(SETTLE);
         assert_int_equal(transport_slot_state(rig.ffn[0].table->instance[0].now),
                          TRANSPORT_SLOT_DROPPED);
@@ -311,7 +345,7 @@ static void test_foreign_layer(void **state)
     attach_all();
     stage_line_t *line = &((stage_page_t *)rig.ffn[0].stage[0])->lines[0];
     line->layer = 5;
-    stage_line_publish(line, 1);
+    stage_line_publish(line, &(stage_line_t){.sequence = 1, .layer = 5});
     turns(4);
     assert_int_equal(rig.ffn[0].table->instance[0].reason, XP_PEER);
 }
@@ -749,6 +783,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(test_shapes, teardown),
         cmocka_unit_test_teardown(test_layers_on_different_groups, teardown),
+        cmocka_unit_test(test_briefs),
         cmocka_unit_test_teardown(test_alone_is_as_the_general_steps, teardown),
         cmocka_unit_test_teardown(test_chunks, teardown),
         cmocka_unit_test_teardown(test_disagreement_names_both, teardown),
