@@ -294,19 +294,19 @@ class Steps(unittest.TestCase):
         self.assertNotEqual(first.xpool_mark, second.xpool_mark)
         self.rank.told.clear()
         self.process(first)
-        self.assertEqual(self.rank.told, ["copied", ("look", first.xpool_mark), "handed out"])
+        self.assertEqual(self.rank.told, ["copied", ("look", first.xpool_mark[0]), "handed out"])
         self.rank.told.clear()
-        self.rank.bad.add(second.xpool_mark)
+        self.rank.bad.add(second.xpool_mark[0])
         with self.assertRaises(SystemExit):
             self.process(second)
-        self.assertEqual(self.rank.told[-1], ("look", second.xpool_mark))
+        self.assertEqual(self.rank.told[-1], ("look", second.xpool_mark[0]))
         self.assertEqual(self.ended, ["no answer from the FFN tier"])
 
     def test_without_overlap_the_stream_is_waited_for(self):
         result = self.run_batch(copy_done=None)
         self.rank.told.clear()
         self.process(result)
-        self.assertEqual(self.rank.told, ["synchronized", ("look", result.xpool_mark), "handed out"])
+        self.assertEqual(self.rank.told, ["synchronized", ("look", result.xpool_mark[0]), "handed out"])
 
     def test_a_result_without_a_pass(self):
         from xpool.sglang import step

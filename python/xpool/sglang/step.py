@@ -22,7 +22,7 @@ _DECODE = "sglang.srt.model_executor.cuda_graph_runner"
 _PREFILL = "sglang.srt.model_executor.piecewise_cuda_graph_runner"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
-_mark = None  # of the last pass, until its result takes it
+_mark = None  # of the last pass, and its stream, until the result takes it
 
 
 def kind_of(batch):
@@ -58,7 +58,8 @@ def _begin(rank, batch):
 @failure.fatal
 def _put_mark(rank):
     global _mark
-    _mark = rank.mark(_stream(rank))
+    stream = torch.cuda.current_stream(rank.device)
+    _mark = rank.mark(stream.cuda_stream), stream
 
 
 def _forward(original, runner, batch, *arguments, **options):
@@ -88,12 +89,11 @@ def _run_batch(original, scheduler, *arguments, **options):
 
 @failure.fatal
 def _look(rank, result):
+    mark, stream = result.xpool_mark
     done = getattr(result, "copy_done", None)
-    if done is not None:
-        done.synchronize()
-    else:  # without overlap SGLang waits for the tokens a moment later
-        torch.cuda.current_stream(rank.device).synchronize()
-    rank.look(result.xpool_mark)
+    # Without overlap SGLang waits for the tokens a moment later.
+    (stream if done is None else done).synchronize()
+    rank.look(mark)
 
 
 def _process(original, scheduler, batch, result, *arguments, **options):
