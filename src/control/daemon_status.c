@@ -237,11 +237,12 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
         (json_int_t)s->running, "waiting", (json_int_t)s->waiting);
     if (daemon->planned->cuda)
         json_object_update_new(engine,
-                               json_pack("{s:I,s:I,s:I,s:I}", "eager_decode_calls",
+                               json_pack("{s:I,s:I,s:I,s:I,s:I}", "eager_decode_calls",
                                          (json_int_t)s->eager_decode_calls, "eager_prefill_calls",
                                          (json_int_t)s->eager_prefill_calls, "captured_calls",
                                          (json_int_t)s->captured_calls, "replayed_calls",
-                                         (json_int_t)s->replayed_calls));
+                                         (json_int_t)s->replayed_calls, "ffn_wait_ns",
+                                         (json_int_t)s->ffn_wait_ns));
     json_object_set_new(json, "engine", engine);
     json_object_set_new(json, "ttft",
                         json_pack("{s:f,s:f,s:f}", "p50_ms", s->ttft_p50_ms, "p99_ms",

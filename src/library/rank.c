@@ -311,6 +311,7 @@ static void fill_device_stats(const xpool_rank_t *rank, xpw_InstanceStats *stats
     stats->eager_prefill_calls = counts.eager_prefill;
     stats->captured_calls = counts.captured;
     stats->replayed_calls = counts.replayed;
+    stats->ffn_wait_ns = counts.wait_ns;
 }
 
 static void on_stats(evutil_socket_t fd, short events, void *context)
