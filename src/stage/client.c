@@ -301,6 +301,13 @@ xp_status_t stage_client_close(stage_client_t *client, xp_status_t reason)
     return transport_cuda_client_close(client->transport, reason);
 }
 
+xp_status_t stage_client_state_copy(const stage_client_t *client, transport_device_state_t *to,
+                                    cuda_stream_t stream)
+{
+    return CUDA_CALL(client->device->driver, cuMemcpyDtoHAsync, to, client->parts.state,
+                     sizeof(*to), stream);
+}
+
 xp_status_t stage_client_counters(stage_client_t *client, uint64_t deadline_ns,
                                   stage_client_counters_t *counters_out)
 {
