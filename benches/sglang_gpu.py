@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """SGLang with CrossPool on two GPUs, beside SGLang alone with the same arguments.
 
-    benches/sglang_gpu.py --build BUILD [--out FOLDER] [--only STEP[,STEP...]] [--resume] [--budget SECONDS]
+    benches/sglang_gpu.py --build BUILD [--out FOLDER] [--only STEP[,STEP...]] [--resume [FOLDER]] [--budget SECONDS]
                           [--site FOLDER] [--trace CSV] [--rehearse]
 
 Steps, in this order where none are named:
@@ -18,7 +18,7 @@ Steps, in this order where none are named:
     more      `latency` of the other models
 
 A row is written to OUT/sglang_gpu.json as soon as it is known; what has not been run stands there without a
-value. `--resume` keeps the rows of that file and measures only what has none. `--budget` stops in order when
+value. `--resume` keeps the rows of such a file and measures only what has none. `--budget` stops in order when
 the time is over. The run fails when SGLang has not captured its graphs, when its log tells of a decode step
 outside them, or when the Instances count a call outside graphs in decode, or none in graphs.
 
@@ -36,6 +36,7 @@ import random
 import signal
 import statistics
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -54,6 +55,7 @@ FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v2", "glm4-moe-lite")
 START_S = 140  # what a start of servers of real size may take before there is a number of this run
 ROUNDING = 0.25  # of two log-probabilities: what BF16 may change
 LEAST_TOKENS = 10000
+RATIO = 3  # which of a cell's rows it is
 PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more to tell decode from prefill
 
 
@@ -81,11 +83,11 @@ class Sizes:
 class Book:
     """The rows, in a file that is complete after each of them."""
 
-    def __init__(self, path, machine, resume, planned):
+    def __init__(self, path, machine, before, planned):
         self.path, self.machine = path, machine
         self.rows = {metric: self.missing(metric) for metric in planned}
-        if resume and path.exists():
-            for row in json.loads(path.read_text())["rows"]:
+        if before and before.exists():
+            for row in json.loads(before.read_text())["rows"]:
                 self.rows[row["metric"]] = row
 
     @staticmethod
@@ -115,6 +117,25 @@ class Book:
         partial.rename(self.path)
 
 
+class Samples:
+    """What was measured of one side, kept in files of OUT so that the other may be measured in a later run."""
+
+    def __init__(self, out, before):
+        self.out, self.kinds = out, {}
+        for path in sorted(before.glob("sglang_*.samples")) if before else ():
+            self.kinds[path.stem.removeprefix("sglang_")] = json.loads(path.read_text())
+            if before != out:
+                (out / path.name).write_bytes(path.read_bytes())
+
+    def get(self, kind, key):
+        return self.kinds.get(kind, {}).get(key)
+
+    def keep(self, kind, key, value):
+        self.kinds.setdefault(kind, {})[key] = value
+        (self.out / f"sglang_{kind}.samples").write_text(json.dumps(self.kinds[kind]))
+        return value
+
+
 class Run:
     """What all steps share."""
 
@@ -126,6 +147,7 @@ class Run:
         self.fleet = None
         self.failures = []
         self.start_s = START_S
+        self.samples = Samples(arguments.out, arguments.resume)
         planned = [f"{cell_name(m, c, b)}.ratio" for m in arguments.models for c in self.sizes.contexts for b in self.sizes.batches]
         planned = ["tbt.one_model.sglang_ratio", *planned]
         planned += [f"sglang.memory.{m}.gib" for m in arguments.models]
@@ -135,7 +157,7 @@ class Run:
         planned += [f"sglang.tokens.{c}.graphs.{x}.agreement" for c, x in layouts(arguments, self.host)]
         planned += ["sglang.spread.plain.least_tokens", "sglang.spread.crosspool.least_tokens"]
         name = "sglang_rehearsal.json" if arguments.rehearse else "sglang_gpu.json"
-        self.book = Book(arguments.out / name, self.host.describe(), arguments.resume, planned)
+        self.book = Book(arguments.out / name, self.host.describe(), arguments.resume and arguments.resume / name, planned)
 
     def modes(self):
         return ("eager",) if self.arguments.rehearse else ("graphs", "eager")
@@ -156,17 +178,30 @@ class Run:
         self.fleet = Fleet(self.host, self.arguments, name, **what)
         self.fleet.start()
         self.fleet.ready(min(self.host.start_s, self.left() - 15))
+        self.start_s = 1.2 * (time.monotonic() - self.fleet.began)
         return self.fleet
 
     def stop(self):
         fleet, self.fleet = self.fleet, None
         if fleet is None:
             return
-        clean = fleet.end(self.arguments.out if self.arguments.keep_logs else None)
+        clean = fleet.end()
+        if self.arguments.keep_logs:
+            self.keep_logs(fleet)
         left = self.memory_left(fleet)
         print(f"    {fleet.name}: ended {'in order' if clean else 'BY FORCE'}; {left} MiB of GPU memory left", flush=True)
         if fleet.roles and not clean:
             self.failures.append(f"{fleet.name} did not end in order")
+
+    def keep_logs(self, fleet):
+        """Both ends of the Fleet's logs, in one archive of all of them."""
+        kept = self.arguments.scratch / "logs"
+        kept.mkdir(exist_ok=True)
+        for log in fleet.folder.glob("*.log"):
+            data = log.read_bytes()
+            (kept / f"{fleet.name}-{log.name}").write_bytes(data if len(data) < 400000 else data[:100000] + data[-300000:])
+        with tarfile.open(self.arguments.out / "logs.tar.gz", "w:gz") as packed:
+            packed.add(kept, "logs")
 
     def memory_left(self, fleet, seconds=20):
         """MiB more in use than before the fleet was started, when it has settled."""
@@ -315,6 +350,10 @@ class Replayed:
         least = steps * self.layers
         harness.check(replayed >= least, f"{self.name}: {replayed} replayed FFN calls, {least} or more were expected")
 
+    def words(self):
+        found = {key: self.delta.get(f"rank_{key}_calls", 0) for key in ("replayed", "eager_decode", "eager_prefill")}
+        return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items())
+
 
 # ---- latency and memory ------------------------------------------------------------------------------------
 def real_fleet(run, name):
@@ -362,7 +401,9 @@ def latency_of(run, name):
         replayed.check(rounds * (sizes.new_tokens - 2))
         check_graphs(run, fleet.servers())
         words = "decode only" if prefill else "prefill included"
-        book.add(*cell_rows(metric, plain, ours, replayed.layer(prefill, rounds), replayed.layers, words))
+        rows = cell_rows(metric, plain, ours, replayed.layer(prefill, rounds), replayed.layers, words)
+        rows[RATIO]["note"] += f"; FFN calls: {replayed.words()}"
+        book.add(*rows)
     ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and r["value"]}
     worst = max(ratios, key=ratios.get)
     book.add(results.row("tbt.one_model.sglang_ratio", ratios[worst], "ratio", target="<= 1.15",
@@ -500,7 +541,7 @@ def step_tokens(run):
     for checkpoint, mode in todo:
         run.need(5, f"tokens of {checkpoint}")
         name = f"{checkpoint}-{mode}"
-        plain = greedy(run, fleet.vanilla[name])
+        plain = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
         with Replayed(run, name) as replayed:
             ours = greedy(run, fleet.instances[name])
         if mode == "graphs":
@@ -514,15 +555,18 @@ def step_layouts(run):
     if not todo:
         return
     mode = "eager" if run.arguments.rehearse else "graphs"
-    both = run.host.both or ["cpu:0"]
+    atn, ffn = run.host.both
     pairs = {(c, x): run.small(c, mode, *map(int, x.split("x"))) for c, x in todo}
     plain = {c: run.small(c, mode) for c, _ in todo}
-    fleet = run.start("layouts", vanilla=[(m, run.host.atn) for m in plain.values()], models=pairs.values(),
-                      atn=both, ffn=run.host.both or run.host.ffn)
-    truth = {c: greedy(run, fleet.vanilla[m.name]) for c, m in plain.items()}
+    # `tokens` has asked SGLang alone already, in this run or the one before.
+    fleet = run.start("layouts", vanilla=[(m, run.host.atn) for m in plain.values() if not run.samples.get("tokens", m.name)],
+                      models=pairs.values(), atn=atn, ffn=ffn)
     for (checkpoint, layout), model in pairs.items():
+        run.need(5, f"tokens of {model.name}")
+        name = plain[checkpoint].name
+        truth = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
         ours = greedy(run, fleet.instances[model.name])
-        run.book.add(*compare(f"sglang.tokens.{checkpoint}.graphs.{layout}", truth[checkpoint], ours))
+        run.book.add(*compare(f"sglang.tokens.{checkpoint}.graphs.{layout}", truth, ours))
     check_graphs(run, fleet.servers())
 
 
@@ -591,6 +635,8 @@ def step_kill(run):
     for process in fleet.roles.values():
         sglang_servers.kill_group(process)
     run.fleet = None
+    if run.arguments.keep_logs:
+        run.keep_logs(fleet)
     left = run.memory_left(fleet)
     run.book.add(results.row("sglang.kill.left_mib", left, "MiB", target="<= 64",
                              note=f"of GPU memory after kill -9 of every process; of MPS: {run.host.left_over() or 'nothing'}"))
@@ -644,8 +690,8 @@ def cold_summary(answers):
     every = [a for one in whole.values() for a in one]
     asked = sum(len(one) for one in answers.values())
     return {
-        "tbt": all_gaps(every),
-        "ttft": [a.times[0] for a in every],
+        "tbt": [round(gap, 6) for gap in all_gaps(every)],
+        "ttft": [round(a.times[0], 6) for a in every],
         "by": {name: (quantile(all_gaps(one), 0.99), quantile([a.times[0] for a in one], 0.99)) for name, one in whole.items()},
         "asked": asked,
         "unfinished": asked - len(every),
@@ -653,18 +699,17 @@ def cold_summary(answers):
 
 
 def cold_side(run, side, rates, lengths):
-    """{rate: summary}, kept in the scratch folder too, so that the sides may be run in two calls."""
-    path = run.arguments.out / f"cold-{side}.json"
-    found = json.loads(path.read_text()) if path.exists() and run.arguments.resume else {}
-    todo = [rate for rate in rates if f"{rate:g}" not in found]
+    """Measures one side, at the rates that are not among the samples yet."""
+    kind = f"cold_{side}"
+    todo = [rate for rate in rates if not run.samples.get(kind, f"{rate:g}")]
     if not todo:
-        return found
+        return
     models = [run.real(name, run.sizes.cold_kv_tokens) for name in COLD]
     if side == "ours":
         fleet = run.start("cold-ours", models=models)
         servers = list(fleet.instances.values())
     else:
-        gpus = run.host.both or ["cpu:0", "cpu:1"]
+        gpus = run.host.both[0]
         fleet = run.start("cold-static", vanilla=[(m, [gpus[i > 0]]) for i, m in enumerate(models)])
         servers = list(fleet.vanilla.values())
     check_graphs(run, servers)
@@ -675,16 +720,13 @@ def cold_side(run, side, rates, lengths):
         run.need(run.sizes.cold_seconds + 25, f"cold models at {rate:g} requests/s")
         if side == "ours":
             before = {name: fleet.counters(name) for name in COLD[:1]}
-        found[f"{rate:g}"] = cold_summary(cold_load(run, servers, rate, lengths))
+        one = run.samples.keep(kind, f"{rate:g}", cold_summary(cold_load(run, servers, rate, lengths)))
         if side == "ours" and run.host.kind == "cuda":
             eager = fleet.counters(COLD[0])["rank_eager_decode_calls"] - before[COLD[0]]["rank_eager_decode_calls"]
             harness.check(eager == 0, f"{COLD[0]}: {eager} FFN calls of decode steps outside graphs")
-        path.write_text(json.dumps(found))
-        one = found[f"{rate:g}"]
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P50 {quantile(one['ttft'], 0.5) * 1e3:.0f} P99 {quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
     check_graphs(run, servers)
-    return found
 
 
 def step_cold(run):
@@ -697,18 +739,17 @@ def step_cold(run):
         lengths, words = [(30, 6), (50, 8)], "lengths of a rehearsal"
     else:
         raise harness.Failed("cold: --trace names no CSV of conversation lengths")
-    sides = {}
     try:
         for side in ("ours", "static"):
-            sides[side] = cold_side(run, side, rates, lengths)
+            cold_side(run, side, rates, lengths)
     finally:
-        cold_rows(run, rates, sides, words)
+        cold_rows(run, rates, words)
 
 
-def cold_rows(run, rates, sides, words):
+def cold_rows(run, rates, words):
     sizes = run.sizes
     for rate in rates:
-        ours, static = (sides.get(side, {}).get(f"{rate:g}") for side in ("ours", "static"))
+        ours, static = (run.samples.get(f"cold_{side}", f"{rate:g}") for side in ("ours", "static"))
         if not ours or not static:
             continue
         note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
@@ -750,7 +791,8 @@ def parse():
     parser.add_argument("--build", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
     parser.add_argument("--only", default=",".join(ORDER), help="steps, in the order in which they are to run")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True,
+                        help="keep the rows of an earlier run's file in this folder (default: OUT)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rates", default="0.8,0.4", help="requests/s of each cold model; the first one gives the ratio")
@@ -762,12 +804,16 @@ def parse():
     parser.add_argument("--site", type=pathlib.Path, help="folder that goes in front of the servers' PYTHONPATH")
     parser.add_argument("--flags", default="", help="further arguments of all servers, both sides")
     parser.add_argument("--observe", action="store_true", help="observers on (xpool trace)")
-    parser.add_argument("--keep-logs", action="store_true", help="the ends of all logs go to OUT")
+    parser.add_argument("--keep-logs", action="store_true", help="the ends of all logs go to OUT/logs.tar.gz")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--recorder", action="store_true", help=argparse.SUPPRESS)  # SGLang's, also on a CPU
     arguments = parser.parse_args()
     arguments.models = arguments.models.split(",")
     arguments.rates = [float(rate) for rate in arguments.rates.split(",")]
     arguments.build, arguments.out = arguments.build.resolve(), arguments.out.resolve()
+    if arguments.rehearse and arguments.out == results.ROOT / "docs" / "results":
+        arguments.out = results.ROOT / ".xpool-cache" / "sglang-rehearsal"
+    arguments.resume = arguments.out if arguments.resume is True else arguments.resume
     unknown = [step for step in arguments.only.split(",") if step not in STEPS]
     if unknown:
         parser.error(f"no such step: {', '.join(unknown)}")

@@ -10,7 +10,6 @@ import ctypes
 import glob
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ import sys
 import time
 
 import results
+import sglang_models
 
 sys.path.insert(0, str(results.ROOT / "tests" / "e2e"))
 import harness  # noqa: E402
@@ -60,8 +60,8 @@ def die_with_parent():
 class Gpus:
     """Two GPUs: attention and vanilla servers on cuda:0, the FFN side on cuda:1."""
 
-    kind, atn, ffn, layouts = "cuda", ["cuda:0"], ["cuda:1"], True
-    both = ["cuda:0", "cuda:1"]
+    kind, atn, ffn = "cuda", ["cuda:0"], ["cuda:1"]
+    both = ["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]  # with two attention ranks
     dtype, start_s = "bfloat16", 330
     more = {}  # variables of servers started now
     flags = (
@@ -99,7 +99,17 @@ class Gpus:
     def vanilla_environment(self, device):
         return {"CUDA_VISIBLE_DEVICES": ",".join(d.partition(":")[2] for d in device)}
 
-    def settings(self):
+    def role_environment(self, python):
+        """cuBLASLt is looked for by its name: a toolkit's, else that of torch's wheels."""
+        folders = glob.glob("/usr/local/cuda/lib64") + glob.glob("/usr/local/cuda/targets/x86_64-linux/lib")
+        for package in ("nvidia.cublas", "nvidia.cu13"):
+            code = f"import {package} as p; print('\\n'.join(f'{{at}}/lib' for at in p.__path__))"
+            out = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=30)
+            folders += out.stdout.split() if out.returncode == 0 else []
+        before = os.environ.get("LD_LIBRARY_PATH")
+        return {"LD_LIBRARY_PATH": os.pathsep.join([*folders, before] if before else folders)}
+
+    def settings(self, devices):
         return []
 
     def used(self):
@@ -119,8 +129,8 @@ class Gpus:
 class Cpus:
     """The rehearsal: the same flow with small checkpoints on CPU devices, no graphs."""
 
-    kind, atn, ffn, layouts = "cpu", ["cpu:0"], ["cpu:1"], True
-    both = None
+    kind, atn, ffn = "cpu", ["cpu:0"], ["cpu:1"]
+    both = ["cpu:0", "cpu:1"], ["cpu:2"]
     dtype, start_s = "float32", 300
     more = {}
     flags = (
@@ -145,8 +155,11 @@ class Cpus:
         two = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
         return {"SGLANG_PLUGINS": "xpool_cpu_hooks", **(two if len(device) > 1 else {})}
 
-    def settings(self):
-        return [f"[devices.'{d}']\nthreads = 1\nmemory = '1GiB'" for d in ("cpu:0", "cpu:1")]
+    def role_environment(self, python):
+        return {}
+
+    def settings(self, devices):
+        return [f"[devices.'{device}']\nthreads = 1\nmemory = '1GiB'" for device in devices]
 
     def used(self):
         return [0]
@@ -188,7 +201,9 @@ class Model:
 
     def arguments(self, host, port):
         """SGLang's arguments, the same with CrossPool and without it."""
-        graphs = [n for n in (128, 512, 1024, 2048, 4096) if n <= self.rows]
+        # SGLang's own list is longer and costs most of a start; for MLA it ends at 2048 too.
+        most = min(self.rows, 2048) if "kv_lora_rank" in sglang_models.facts(self.path) else self.rows
+        graphs = [n for n in (128, 512, 1024, 2048, 4096) if n <= most]
         words = ["--model-path", str(self.path), "--served-model-name", self.name, "--host", "127.0.0.1"]
         words += ["--port", str(port), "--nccl-port", str(port + 1), "--dtype", host.dtype]
         words += ["--load-format", "dummy"] if self.dummy else []
@@ -373,12 +388,12 @@ class Fleet:
             lines += ["[devices]", "allow_shared_roles = true"]
         if self.observe:
             lines += ["[observe]", f"folder = '{self.folder}/observe'"]
-        lines += self.host.settings()
+        lines += self.host.settings(self.atn + self.ffn)
         for model in self.models:
             lines += model.settings(self.host)
         self.config.write_text("\n".join(lines) + "\n")
         # Roles of ours and SGLang's processes need not have the same libraries in front.
-        plain = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        plain = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **self.host.role_environment(self.python)}
         plain.pop("XPOOL_CONFIG", None)
         plan = subprocess.run([xpool, "plan", "--config", str(self.config)], capture_output=True, text=True, env=plain, timeout=60)
         if plan.returncode:
@@ -440,7 +455,7 @@ class Fleet:
         found = {key: sum(one[key] for one in ffn) for key in ("invocations", "busy_ns", "queue_ns")}
         return {**found, "layers": entry["layers"], **{f"rank_{key}": value for key, value in entry["engine"].items()}}
 
-    def end(self, keep_logs=None):
+    def end(self):
         """Instances in order through the daemon, then by force what is left. True: nothing was left to kill."""
         clean = True
         if self.roles:
@@ -459,8 +474,4 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 clean = False
             kill_group(process)
-        if keep_logs:
-            for log in self.folder.glob("*.log"):
-                data = log.read_bytes()
-                (pathlib.Path(keep_logs) / f"{self.name}-{log.name}").write_bytes(data[:20000] + data[20000:][-200000:])
         return clean
