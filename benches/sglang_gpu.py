@@ -315,18 +315,19 @@ def check_graphs(run, servers):
 class Replayed:
     """Counts an Instance's calls around a measurement."""
 
-    def __init__(self, run, name):
+    def __init__(self, run, name, since=None):
         self.run, self.name = run, name
+        self.before = since and since.after  # nothing was asked since then
 
     def __enter__(self):
-        self.before = self.run.fleet.counters(self.name)
+        self.before = self.before or self.run.fleet.counters(self.name)
         return self
 
     def __exit__(self, kind, error, trace):
         if kind is None:
-            after = self.run.fleet.counters(self.name)
-            self.layers = after.pop("layers")
-            self.delta = {key: value - self.before[key] for key, value in after.items()}
+            self.after = self.run.fleet.counters(self.name)
+            self.layers = self.after["layers"]
+            self.delta = {key: value - self.before[key] for key, value in self.after.items() if key != "layers"}
         return False
 
     def layer(self, prefill=None, times=0):
@@ -396,7 +397,7 @@ def latency_of(run, name):
         if batch * context <= PREFILL_COUNTED:
             with Replayed(run, name) as prefill:
                 burst(fleet.instances[name], batch, context, 2, "prefill")
-        with Replayed(run, name) as replayed:
+        with Replayed(run, name, since=prefill) as replayed:
             ours = measure_cell(run, fleet.instances[name], batch, context)
         replayed.check(rounds * (sizes.new_tokens - 2))
         check_graphs(run, fleet.servers())
@@ -621,25 +622,16 @@ def step_kill(run):
     run.book.add(results.row("sglang.kill.wrong_tokens", wrong, "tokens", target="<= 0",
                              note=f"{killed} schedulers killed in mid-decode (token of the survivors: {'; '.join(delays)}); "
                              f"{len(survivors)} survivors, {count} tokens each time"))
-    # Everything at once.
-    for server in fleet.servers():
-        for pid in (server.process.pid, *server.schedulers()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-    for process in fleet.roles.values():
-        process.kill()
-    for server in fleet.servers():
-        server.end()
-    for process in fleet.roles.values():
-        sglang_servers.kill_group(process)
+    # Everything at once; the Fleet is no longer one.
     run.fleet = None
+    left_over, before = fleet.kill_all()
     if run.arguments.keep_logs:
         run.keep_logs(fleet)
-    left = run.memory_left(fleet)
-    run.book.add(results.row("sglang.kill.left_mib", left, "MiB", target="<= 64",
-                             note=f"of GPU memory after kill -9 of every process; of MPS: {run.host.left_over() or 'nothing'}"))
+    run.book.add(results.row("sglang.kill.left_mib", run.memory_left(fleet), "MiB", target="<= 64",
+                             note=f"of GPU memory after kill -9 of every process; of MPS: {', '.join(before) or 'nothing'}, "
+                             f"after the next daemon's start and end: {', '.join(left_over) or 'nothing'}"))
+    if left_over:
+        run.failures.append(f"kill -9 of everything left {left_over}")
 
 
 # ---- several cold models -----------------------------------------------------------------------------------

@@ -377,13 +377,14 @@ class Fleet:
 
     def start_system(self):
         xpool = str(self.build / "bin" / "xpool")
-        self.daemon_port = harness.free_port()
+        self.daemon_port = free_port()
         self.config = self.folder / "system.toml"
         shared = bool(set(self.atn) & set(self.ffn))
         lines = ["[daemon]", f"socket = '{self.folder}/d.sock'", f"http = '127.0.0.1:{self.daemon_port}'"]
         lines += ["[cache]", f"root = '{self.folder}/cache'", "[atn]", f"devices = {json.dumps(self.atn)}"]
         lines += ["[ffn]", f"devices = {json.dumps(self.ffn)}", "[scheduler]", "kv_policy = 'static'"]
         lines += ["[deadlines]", f"registration = {self.host.start_s}", f"startup = {self.host.start_s}"]
+        lines += ["drain = 5", "stop = 10"]
         if shared:
             lines += ["[devices]", "allow_shared_roles = true"]
         if self.observe:
@@ -402,12 +403,46 @@ class Fleet:
         commands = {"daemon": ["daemon", "serve"]}
         commands |= {f"atnagent {d}": ["atnagent", "--device", d] for d in self.atn}
         commands |= {f"ffnagent {d}": ["ffnagent", "--device", d] for d in self.ffn}
+        self.role_variables = plain
         for name, words in commands.items():
-            log = self.folder / f"{name.replace(' ', '-').replace(':', '')}.log"
-            self.roles[name] = self.spawn([xpool, *words, "--config", str(self.config)], log, plain)
+            self.start_role(name, *words)
         for model in self.models:
             prefix = [xpool, "exec", "--config", str(self.config), "--model", model.name, "--"]
             self.instances[model.name] = Server(self, model, "crosspool", prefix, None)
+
+    def start_role(self, name, *words):
+        command = [self.build / "bin" / "xpool", *words, "--config", self.config]
+        self.roles[name] = self.spawn(command, self.role_log(name), self.role_variables)
+
+    def kill_all(self):
+        """kill -9 of every process at once, then what a next daemon does when it starts and ends: it clears what
+        the last one left. Returns what is left then, and what was before."""
+        for server in self.servers():
+            for pid in (server.process.pid, *server.schedulers()):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        for process in self.roles.values():
+            process.kill()
+        for process in [server.process for server in self.servers()] + list(self.roles.values()):
+            kill_group(process)
+        before = self.host.left_over()
+        self.start_role("daemon", "daemon", "serve")
+        daemon = self.roles["daemon"]
+        try:
+            harness.wait_until(lambda: self.answers("/health"), 20, "the next daemon answers")
+            daemon.terminate()
+            daemon.wait(timeout=30)
+        finally:
+            kill_group(daemon)
+        return self.host.left_over(), before
+
+    def answers(self, path):
+        try:
+            return harness.http_request(f"http://127.0.0.1:{self.daemon_port}{path}", timeout=2)[0] == 200
+        except OSError:
+            return False
 
     def servers(self):
         return [*self.vanilla.values(), *self.instances.values()]
@@ -430,16 +465,13 @@ class Fleet:
         return self
 
     def system_ready(self):
-        if not self.models:
-            return True
-        try:
-            return harness.http_request(f"http://127.0.0.1:{self.daemon_port}/ready", timeout=2)[0] == 200
-        except OSError:
-            return False
+        return not self.models or self.answers("/ready")
+
+    def role_log(self, name):
+        return self.folder / f"{name.replace(' ', '-').replace(':', '')}.log"
 
     def role_tail(self, name):
-        path = self.folder / f"{name.replace(' ', '-').replace(':', '')}.log"
-        return path.read_text(errors="replace")[-1000:]
+        return self.role_log(name).read_text(errors="replace")[-1000:]
 
     def state(self):
         status, _, data = harness.http_request(f"http://127.0.0.1:{self.daemon_port}/v1/state", timeout=10)
@@ -448,7 +480,7 @@ class Fleet:
 
     def counters(self, name):
         """What the daemon knows of a model's calls and of the FFN side, after all of it has been told."""
-        time.sleep(1.2)  # ranks and agents tell twice a second
+        time.sleep(0.8)  # ranks and agents tell twice a second
         state = self.state()
         entry = next(one for one in state["models"] if one["id"] == name)
         ffn = [agent["counters"] for agent in state["agents"] if agent["role"] == "ffn"]
