@@ -380,6 +380,8 @@ static void open_device(instance_t *self)
     const cuda_driver_t *driver;
     NEED(cuda_driver_load(&driver));
     NEED(cuda_device_open(driver, 0, &self->device));
+    self->board->gpu = 1;
+    self->board->mps = self->device.info.mps;
     NEED(cuda_stream_create(&self->device, false, &self->stream));
     NEED(cuda_module_load(&self->device, &cuda_image_tests_instance, &name, 1, &self->module,
                           &self->mark));

@@ -45,6 +45,7 @@ typedef struct board {
     uint32_t ended_status;      /* xpool_status_t of the call that met the end */
     uint32_t kernel_after;      /* after a failure: 1 a kernel of its own ran, 2 it did not */
     uint32_t late;              /* 1: a pass did not end within its limit */
+    uint32_t gpu, mps;          /* on a GPU; as a client of an MPS controller */
     uint32_t order, order_rows; /* the script's */
     char told_text[512];
     char ended_text[512];

@@ -42,7 +42,7 @@ class Board(ctypes.Structure):
         *[(f"{what}passes", ctypes.c_uint64) for what in ("", "graph_", "eager_", "prefill_")],
         *[(what, ctypes.c_uint64) for what in ("calls", "rows", "wrong", "apart", "dirty", "unchecked")],
         ("longest_pass_ns", ctypes.c_uint64),
-        *[(what, ctypes.c_uint32) for what in ("told_kind", "ended_status", "kernel_after", "late")],
+        *[(what, ctypes.c_uint32) for what in ("told_kind", "ended_status", "kernel_after", "late", "gpu", "mps")],
         ("order", ctypes.c_uint32),
         ("order_rows", ctypes.c_uint32),
         ("told_text", ctypes.c_char * 512),

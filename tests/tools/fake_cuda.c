@@ -15,6 +15,7 @@
 #define fake_cuGraphLaunch             base_cuGraphLaunch
 #define fake_cuMemcpyDtoHAsync         base_cuMemcpyDtoHAsync
 #define fake_cuInit                    base_cuInit
+#define fake_cuDeviceGetAttribute      base_cuDeviceGetAttribute
 #include "../unit/cuda/fake_driver.h"
 #undef fake_cuModuleGetFunction
 #undef fake_cuLaunchKernel
@@ -22,6 +23,7 @@
 #undef fake_cuGraphLaunch
 #undef fake_cuMemcpyDtoHAsync
 #undef fake_cuInit
+#undef fake_cuDeviceGetAttribute
 
 #include "stage/table.h"
 
@@ -170,6 +172,25 @@ int cuptiEnableDomain(uint32_t enable, void *subscriber, int domain)
     return 0;
 }
 
+/* Who starts before the MPS controller is no client of it, as on a machine with GPUs. */
+static bool mps_client;
+
+static int fake_cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+    if (attribute != CUDA_ATTRIBUTE_MPS)
+        return base_cuDeviceGetAttribute(value, attribute, device);
+    *value = mps_client;
+    return 0;
+}
+
+static bool controller_is_there(void)
+{
+    char path[4096];
+    const char *pipe = getenv("CUDA_MPS_PIPE_DIRECTORY");
+    snprintf(path, sizeof(path), "%s/control.pid", pipe ? pipe : "");
+    return access(path, F_OK) == 0;
+}
+
 static int fake_cuInit(unsigned flags)
 {
     const char *path = getenv("CUDA_INJECTION64_PATH");
@@ -177,6 +198,7 @@ static int fake_cuInit(unsigned flags)
     int (*begin)(void) = library ? (int (*)(void))dlsym(library, "InitializeInjection") : NULL;
     if (begin)
         begin();
+    mps_client = controller_is_there();
     return base_cuInit(flags);
 }
 
