@@ -11,6 +11,7 @@
 
 #include "config/handoff.h"
 #include "control/gpus.h"
+#include "control/participant.h"
 #include "control/planner.h"
 
 #define ENVIRONMENT_MAX_BYTES (512u * 1024)
@@ -172,7 +173,9 @@ static xp_status_t prepare_cuda(const config_t *config, const uint32_t *rank_atn
     /* While the numbers are still those of the system. */
     XP_TRY(gpus_memory_hand_on(config));
     XP_TRY(prepare_driver());
-    return join_mps(config, devices, ranks);
+    XP_TRY(join_mps(config, devices, ranks));
+    /* A process that opens its GPU before there is a controller is never a client of it. */
+    return participant_await_daemon(config);
 }
 
 xp_status_t environment_agent(const config_t *config, const config_device_t *device, bool ffn_role,

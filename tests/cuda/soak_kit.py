@@ -80,6 +80,14 @@ class Gpus:
             if not self.library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
                 self.handles.append(handle)
 
+    def name(self):
+        if not self.handles:
+            return "no GPU"
+        name, driver = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+        self.library.nvmlDeviceGetName(self.handles[0], name, 96)
+        self.library.nvmlSystemGetDriverVersion(driver, 96)
+        return f"{len(self.handles)} x {name.value.decode()}, driver {driver.value.decode()}"
+
     def used_mib(self):
         used = []
         for handle in self.handles:
@@ -269,8 +277,8 @@ class System:
         self.environment = dict(os.environ, **scene.environment, **{MARK: self.token})
         self.environment.pop("XPOOL_CONFIG", None)
         self.xpool = str(build / "bin" / "xpool")
-        self.processes, self.boards, self.exits = {}, {}, {}
-        self.lives = 0
+        self.processes, self.boards = {}, {}
+        self.every = []  # boards, those of the killed too
 
     def log(self, name):
         return self.folder / f"{name.replace(':', '-').replace(' ', '-')}.log"
@@ -296,22 +304,21 @@ class System:
         return ["daemon"] + [f"atnagent {d}" for d in self.scene.atn] + [f"ffnagent {d}" for d in self.scene.ffn]
 
     def instance(self, model, order=MIXED, order_rows=1):
-        self.lives += 1
-        board = self.folder / f"{model}.{self.lives}.board"
+        life = len(self.every) + 1
+        board = self.folder / f"{model}.{life}.board"
         self.boards[model] = map_board(board)
+        self.every.append(self.boards[model])
         self.boards[model].order, self.boards[model].order_rows = order, order_rows
         words = [self.xpool, "exec", "--config", self.config, "--model", model, "--"]
         words += [self.build / "tests" / "cuda_instance", "serve", "--model", model, "--board", board]
         words += ["--table", self.scene.tables[self.scene.models[model]], "--calls", self.scene.calls]
-        words += ["--seed", self.lives] + ([] if self.scene.check else ["--no-check"])
+        words += ["--seed", life] + ([] if self.scene.check else ["--no-check"])
         self.spawn(model, words)
 
     def start(self, order=MIXED, order_rows=1):
         """Everything at once; the seconds until every Instance serves."""
         began = time.monotonic()
-        (self.folder / "d.sock").unlink(missing_ok=True)
         self.spawn("daemon", [self.xpool, "daemon", "serve", "--config", self.config])
-        self.until(lambda: (self.folder / "d.sock").exists(), "the daemon's socket", 15, ["daemon"])
         for kind, devices in (("atnagent", self.scene.atn), ("ffnagent", self.scene.ffn)):
             for device in devices:
                 words = [self.xpool, kind, "--device", device, "--config", self.config]
@@ -382,8 +389,8 @@ class System:
             except ProcessLookupError:
                 pass
 
-    def sum(self, field):
-        return sum(getattr(board, field) for board in self.boards.values())
+    def sum(self, *fields):
+        return sum(getattr(board, field) for board in self.every for field in fields)
 
 
 # ---- counts of the profiler -------------------------------------------------------------------------------
