@@ -11,6 +11,7 @@
 
 #include "config/handoff.h"
 #include "control/gpus.h"
+#include "control/participant.h"
 #include "control/planner.h"
 
 #define ENVIRONMENT_MAX_BYTES (512u * 1024)
@@ -182,7 +183,9 @@ static xp_status_t prepare_cuda(const config_t *config, const uint32_t *rank_atn
     XP_TRY(set_no_dumps());
     /* GPUs are shared, with FfnAgents too: what is free differs from one to the next. */
     XP_TRY(set_variable("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0", false));
-    return join_mps(config, devices, ranks);
+    XP_TRY(join_mps(config, devices, ranks));
+    /* A process that opens its GPU before there is a controller is never a client of it. */
+    return participant_await_daemon(config);
 }
 
 xp_status_t environment_agent(const config_t *config, const config_device_t *device, bool ffn_role,
