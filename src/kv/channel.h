@@ -296,9 +296,15 @@ void kv_channel_reset_group(kv_channel_t *channel, const kv_group_entry_t *plan,
  * that its bytes are a multiple of granule_bytes (a power of two; 4096 on the CPU). */
 uint32_t kv_bundle_tokens(uint64_t token_bytes, uint32_t page_tokens, uint64_t target_bytes,
                           uint64_t granule_bytes);
+/* Bytes from one token to the next such that bundles of whole tokens and whole granules stay within
+ * KV_BUNDLE_MOST_BYTES: token_bytes, or a little more. */
+uint64_t kv_token_stride(uint64_t token_bytes, uint64_t granule_bytes);
 #define KV_BUNDLE_TARGET_BYTES_CPU  (1ull << 20)
 #define KV_BUNDLE_GRANULE_BYTES_CPU 4096u
 /* CUDA: a handle a bundle; one of 512 times 2 MiB costs 150 times what one of 1 GiB does. */
 #define KV_BUNDLE_TARGET_BYTES_CUDA  (32ull << 20)
 #define KV_BUNDLE_GRANULE_BYTES_CUDA (2u << 20)
+#define KV_BUNDLE_MOST_BYTES         (64ull << 20)
+/* Handles that a rank on a GPU keeps ready; taken off its device's pool by the plan. */
+#define KV_READY_BUNDLES_CUDA 2u
 #endif
