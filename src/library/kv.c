@@ -5,7 +5,8 @@
  * reports.
  *
  * Used by one thread of the engine at a time. Never waits for the daemon or for other ranks; on a
- * GPU, for a bounded time, for the clearing of new memory and for what may still use memory that goes.
+ * GPU, for a bounded time, for the clearing of new memory and for what may still use memory that
+ * goes.
  */
 #include <inttypes.h>
 #include <stdio.h>
