@@ -266,6 +266,11 @@ typedef struct xpool_kv_info {
 } xpool_kv_info_t;
 XPOOL_API xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out);
 
+/* The engine has captured its graphs and takes no more memory of its own: once, by every rank,
+ * before the first request. On a GPU the daemon forms the pool from what is free then; until all
+ * ranks that share the device have said so nobody gets more than its floor. Nothing on a CPU. */
+XPOOL_API xpool_status_t xpool_kv_captured(xpool_kv_t *kv);
+
 typedef enum xpool_kv_order {
     XPOOL_KV_GROW =
         1, /* slots below `tokens` have memory: xpool_kv_release(tokens), then use them */

@@ -200,6 +200,8 @@ void kv_channel_reset_group(kv_channel_t *channel, const kv_group_entry_t *plan,
         PROTOCOL_STORE_RELAXED(&partition->bundle_bytes, (uint64_t)0);
         PROTOCOL_STORE_RELAXED(&partition->completion, (uint64_t)0);
         PROTOCOL_STORE_RELAXED(&partition->vote, (uint64_t)0);
+        PROTOCOL_STORE_RELAXED(&partition->captured_free_bytes, (uint64_t)0);
+        PROTOCOL_STORE_RELAXED(&partition->captured_ns, (uint64_t)0);
     }
     for (uint32_t i = 0; i < KV_REPORT_WORDS; i++)
         PROTOCOL_STORE_RELAXED(&entry->report[i], (uint64_t)0);

@@ -112,9 +112,8 @@ typedef struct kv_report {
  */
 
 typedef struct kv_pool_entry {
-    uint64_t bytes; /* for KV on this attention device */
-    /* CUDA: free bytes of the device, observed once after graphs were captured, by its AtnAgent;
-     * 0 until then. */
+    uint64_t bytes; /* for KV on this attention device, as planned */
+    /* GPU: what the daemon made of it when the ranks had captured their graphs; 0 until then. */
     uint64_t observed_bytes;
     uint8_t pad[KV_LINE - 16];
 } kv_pool_entry_t;
@@ -157,7 +156,10 @@ typedef struct kv_partition_entry {
     uint64_t bundle_bytes;
     uint64_t completion; /* cell */
     uint64_t vote;       /* cell */
-    uint8_t pad[KV_LINE - 40];
+    /* GPU, once its graphs are captured and all it takes is taken: when, and how many bytes the
+     * device had free then. captured_ns is published last; 0: not yet. */
+    uint64_t captured_free_bytes, captured_ns;
+    uint8_t pad[KV_LINE - 56];
 } kv_partition_entry_t;
 
 typedef struct kv_channel {
@@ -228,6 +230,23 @@ static inline void kv_partition_complete(kv_partition_entry_t *partition, uint32
                                          uint32_t mapped_bundles)
 {
     PROTOCOL_PUBLISH(&partition->completion, KV_CELL(sequence, mapped_bundles));
+}
+
+/* release: pairs with kv_partition_captured(). */
+static inline void kv_partition_capture(kv_partition_entry_t *partition, uint64_t free_bytes,
+                                        uint64_t now_ns)
+{
+    PROTOCOL_STORE_RELAXED(&partition->captured_free_bytes, free_bytes);
+    PROTOCOL_PUBLISH(&partition->captured_ns, now_ns);
+}
+
+/* When; 0: not yet. acquire: the free bytes are those of then. */
+static inline uint64_t kv_partition_captured(const kv_partition_entry_t *partition,
+                                             uint64_t *free_bytes_out)
+{
+    uint64_t at_ns = PROTOCOL_LOAD_ACQUIRE(&partition->captured_ns);
+    *free_bytes_out = PROTOCOL_LOAD_RELAXED(&partition->captured_free_bytes);
+    return at_ns;
 }
 
 static inline void kv_partition_vote(kv_partition_entry_t *partition, uint32_t sequence,

@@ -196,6 +196,25 @@ xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out)
     return XPOOL_OK;
 }
 
+xpool_status_t xpool_kv_captured(xpool_kv_t *kv)
+{
+    cuda_context_t before;
+    size_t free_bytes = 0, total_bytes;
+    xp_status_t status = check_kv(kv, kv, "xpool_kv_captured");
+    if (status != XP_OK || !kv->device)
+        return library_status(status);
+    status = enter(kv, &before);
+    if (status != XP_OK)
+        return library_status(status);
+    for (uint32_t i = 0; i < KV_READY_BUNDLES_CUDA; i++) /* they count as taken */
+        (void)kv_backing_prepare(kv->backing);
+    status = CUDA_CALL(kv->device->driver, cuMemGetInfo, &free_bytes, &total_bytes);
+    leave(kv, before);
+    if (status == XP_OK)
+        kv_rank_captured(&kv->rank, free_bytes, xp_monotonic_ns());
+    return library_status(status);
+}
+
 /* ---- commands ---------------------------------------------------------------------------------
  */
 
