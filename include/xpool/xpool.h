@@ -97,7 +97,9 @@ typedef struct xpool_model_info {
     uint32_t kv_tokens;   /* KV Cache capacity of each rank */
     /* models[].slo, or scheduler.slo; 0: none */
     double slo_ttft_ms, slo_tbt_ms;
-    char device[32]; /* attention device of rank 0: "cpu:0", "cuda:1" */
+    char device[32];     /* attention device of rank 0: "cpu:0", "cuda:1" */
+    uint32_t kv_elastic; /* 1: the KV Cache grows and shrinks while it is in use; kv_tokens is the
+                            most */
 } xpool_model_info_t;
 /* Reads the checkpoints' headers and plans; seconds at most. */
 XPOOL_API xpool_status_t xpool_config_model_info(const xpool_config_t *config, const char *model_id,
