@@ -58,13 +58,14 @@ static xp_status_t check_geometry(const kv_group_entry_t *group, uint64_t token_
                        "a token's KV takes %" PRIu64 " bytes in the engine and %" PRIu64
                        " in the plan: is the KV Cache's dtype models[].dtype?",
                        token_bytes, group->token_bytes);
-    if (group->bundle_tokens == 0 || group->bundle_bytes != group->bundle_tokens * token_bytes ||
+    if (group->bundle_tokens == 0 ||
+        group->bundle_bytes != group->bundle_tokens * group->token_bytes ||
         __builtin_mul_overflow((uint64_t)group->reserved_bundles, group->bundle_tokens, &tokens) ||
         tokens > UINT32_MAX)
         return xp_fail(XP_PEER,
                        "the KV control channel has bundles of %" PRIu64 " bytes for %u tokens of "
                        "%" PRIu64 " bytes",
-                       group->bundle_bytes, group->bundle_tokens, token_bytes);
+                       group->bundle_bytes, group->bundle_tokens, group->token_bytes);
     return XP_OK;
 }
 

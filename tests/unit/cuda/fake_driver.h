@@ -51,6 +51,7 @@ struct cuda_graph_object {
 };
 struct cuda_event_object {
     bool used;
+    cuda_stream_t stream; /* recorded there last */
 };
 
 static struct fake {
@@ -590,12 +591,13 @@ static int fake_cuEventDestroy(cuda_event_t event)
 static int fake_cuEventRecord(cuda_event_t event, cuda_stream_t stream)
 {
     FAKE_CALL(cuEventRecord);
+    event->stream = stream;
     return 0;
 }
 static int fake_cuEventQuery(cuda_event_t event)
 {
     FAKE_CALL(cuEventQuery);
-    return 0;
+    return fake.busy && fake.busy(event->stream) ? CUDA_RESULT_NOT_READY : 0;
 }
 static int fake_cuEventSynchronize(cuda_event_t event)
 {
