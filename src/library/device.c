@@ -42,8 +42,7 @@ struct library_device {
 /* ---- contexts ---------------------------------------------------------------------------------
  */
 
-/* Makes the device current; what was so before comes back by context_leave(). */
-static xp_status_t context_enter(const cuda_device_t *device, cuda_context_t *before_out)
+xp_status_t library_context_enter(const cuda_device_t *device, cuda_context_t *before_out)
 {
     XP_TRY(CUDA_CALL(device->driver, cuCtxGetCurrent, before_out));
     if (*before_out == device->context)
@@ -51,7 +50,7 @@ static xp_status_t context_enter(const cuda_device_t *device, cuda_context_t *be
     return cuda_device_use(device);
 }
 
-static void context_leave(const cuda_device_t *device, cuda_context_t before)
+void library_context_leave(const cuda_device_t *device, cuda_context_t before)
 {
     if (before != device->context)
         CUDA_IGNORE(device->driver, cuCtxSetCurrent, before);
@@ -72,9 +71,14 @@ xp_status_t library_device_create(int ordinal, library_device_t **device_out)
         return status;
     }
     pthread_mutex_init(&device->lock, NULL);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     *device_out = device;
     return XP_OK;
+}
+
+const cuda_device_t *library_device_cuda(const library_device_t *device)
+{
+    return &device->device;
 }
 
 xp_status_t library_device_use(library_device_t *device)
@@ -89,12 +93,12 @@ void library_device_destroy(library_device_t *device)
     if (!device)
         return;
     cuda_context_t before = NULL;
-    (void)context_enter(&device->device, &before);
+    (void)library_context_enter(&device->device, &before);
     stage_client_destroy(device->client);
     if (device->marks)
         CUDA_IGNORE(device->device.driver, cuMemFreeHost, device->marks);
     transport_cuda_life_close(&device->life);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     cuda_device_close(&device->device);
     pthread_mutex_destroy(&device->lock);
     free(device->plan);
@@ -274,11 +278,11 @@ xp_status_t library_device_ffn(library_device_t *device, const xpool_ffn_call_t 
                        !device->instance                          ? "no such rank"
                        : device->instance->dtype == XP_DTYPE_BF16 ? "bfloat16"
                                                                   : "float16");
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status = queue_call(device, call);
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     return status;
 }
 
@@ -290,7 +294,7 @@ xp_status_t library_device_live(library_device_t *device, const xpool_live_t *li
         XP_TRY(check_rows(device, live->rows, live->step, live->dp_rows));
     else
         XP_TRY(check_rows(device, 0, 0, (const uint32_t[FABRIC_MAX_RANKS]){0}));
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status = XP_OK;
     if (live) {
@@ -307,7 +311,7 @@ xp_status_t library_device_live(library_device_t *device, const xpool_live_t *li
         device->live_known = false;
     }
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     return status;
 }
 
@@ -316,14 +320,14 @@ xp_status_t library_device_finish(library_device_t *device, uint64_t deadline_ns
     cuda_context_t before;
     if (!device->client)
         return XP_RETRY;
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status = stage_client_finish(device->client, deadline_ns);
     /* A device that does not tell in time is busy; a wait that ended by its limit says so. */
     if (status == XP_TIMEOUT && xp_monotonic_ns() >= deadline_ns)
         status = XP_RETRY;
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     return status;
 }
 
@@ -428,10 +432,10 @@ xp_status_t library_device_count_anew(library_device_t *device, uint64_t deadlin
 void library_device_close(library_device_t *device, xp_status_t reason)
 {
     cuda_context_t before;
-    if (!device->client || context_enter(&device->device, &before) != XP_OK)
+    if (!device->client || library_context_enter(&device->device, &before) != XP_OK)
         return;
     pthread_mutex_lock(&device->lock);
     (void)stage_client_close(device->client, reason);
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
 }

@@ -13,6 +13,7 @@
 #include <stdbool.h>
 
 #include "base/status.h"
+#include "cuda/device.h"
 #include "wire/wire.h"
 #include "xpool/xpool.h"
 
@@ -26,6 +27,11 @@ void library_device_destroy(library_device_t *device);
 /* Once, on the loop thread: the device is current there, and captures of other threads do not
  * forbid it anything. */
 xp_status_t library_device_use(library_device_t *device);
+
+const cuda_device_t *library_device_cuda(const library_device_t *device);
+/* Makes the device current for the calling thread; what was so before comes back by leave. */
+xp_status_t library_context_enter(const cuda_device_t *device, cuda_context_t *before_out);
+void library_context_leave(const cuda_device_t *device, cuda_context_t before);
 
 /* DevicePlane, with the page of life words and the plan. */
 xp_status_t library_device_plane(library_device_t *device, const xpw_DevicePlane *plane,

@@ -656,6 +656,8 @@ xp_status_t library_rank_kv_place(const xpool_rank_t *rank, library_kv_place_t *
                                       .bell = rank->kv_fds.fds[2],
                                       .partition = rank->kv_partition,
                                       .room_bytes = config_machine_room};
+    if (rank->device)
+        place_out->device = library_device_cuda(rank->device);
     snprintf(place_out->name, sizeof(place_out->name), "xpool-kv:%s.%u", rank->model_id,
              rank->rank);
     return XP_OK;
