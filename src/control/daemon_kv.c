@@ -85,6 +85,7 @@ static void on_process_end(evutil_socket_t fd, short events, void *context)
     daemon_kv_t *kv = process->kv;
     process_ended(kv, process->partition);
     work(kv);
+    event_active(kv->daemon->on_tick, EV_TIMEOUT, 0); /* its successor may wait */
 }
 
 static bool has_ended(const daemon_kv_process_t *process)
