@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <jansson.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -609,6 +610,68 @@ static void workloads_that_differ_are_refused_by_name(void **state)
     assert_int_equal(finish(&f), 0);
 }
 
+/* In tokens, of the KV Capacity Groups of model m. */
+static uint32_t floors(const fixture_t *f, uint32_t *floors_out)
+{
+    static xpw_Envelope answer;
+    xpw_Envelope question = {.which_body = xpw_Envelope_kv_ask_tag};
+    int fd = -1;
+    assert_int_equal(client_ask_for(f->config, "test", &question, xpw_Envelope_kv_answer_tag,
+                                    5 * XP_NS_PER_S, &answer, &fd),
+                     XP_OK);
+    json_t *kv = json_loadfd(fd, JSON_DISABLE_EOF_CHECK, NULL), *group;
+    assert_non_null(kv);
+    close(fd);
+    size_t index;
+    uint32_t count = 0;
+    json_array_foreach(json_object_get(kv, "groups"), index, group)
+    {
+        if (strcmp(json_string_value(json_object_get(group, "model")), "m") == 0)
+            floors_out[count++] = (uint32_t)json_integer_value(
+                json_object_get(json_object_get(group, "floor"), "tokens"));
+    }
+    json_decref(kv);
+    return count;
+}
+
+static bool set_floor(const fixture_t *f, const char *model, uint32_t tokens)
+{
+    static xpw_Envelope answer;
+    xpw_Envelope question = {.which_body = xpw_Envelope_kv_ask_tag};
+    xpw_KvAsk *ask = &question.body.kv_ask;
+    ask->verb = xpw_KvVerb_KV_SET;
+    snprintf(ask->model, sizeof(ask->model), "%s", model);
+    ask->has_floor = true;
+    ask->floor_tokens = tokens;
+    assert_int_equal(client_ask(f->config, "test", &question, xpw_Envelope_kv_answer_tag,
+                                5 * XP_NS_PER_S, &answer),
+                     XP_OK);
+    return answer.body.kv_answer.ok;
+}
+
+/* Model o holds nearly all of the second device, so the second DP rank of m has no room there for
+ * what fits the first. */
+static void the_dp_ranks_of_a_model_are_set_together_or_not_at_all(void **state)
+{
+    (void)state;
+    fixture_t f;
+    uint32_t before[2], after[2];
+    start(&f, "engine = 'sglang'\nattention_dp = 2\n"
+              "[[models]]\nid = 'n'\npath = '" MODEL "'\nkv_floor_tokens = 128\n"
+              "[[models]]\nid = 'o'\npath = '" MODEL "'\nkv_floor_tokens = 30000\n");
+    assert_int_equal(floors(&f, before), 2);
+    assert_int_equal(before[0], before[1]);
+    assert_true(set_floor(&f, "o", 32800));
+    assert_false(set_floor(&f, "m", 14448));
+    floors(&f, after);
+    assert_memory_equal(before, after, sizeof(before));
+    assert_true(set_floor(&f, "m", before[0] * 2));
+    floors(&f, after);
+    assert_true(after[0] == before[0] * 2 && after[1] == before[0] * 2);
+    send_down(&f);
+    assert_int_equal(finish(&f), 0);
+}
+
 static void another_engine_cannot_be_the_native_one(void **state)
 {
     (void)state;
@@ -630,6 +693,7 @@ int main(void)
         cmocka_unit_test(a_ranks_failure_is_the_instances),
         cmocka_unit_test(the_others_of_a_killed_rank_may_end_by_themselves),
         cmocka_unit_test(workloads_that_differ_are_refused_by_name),
+        cmocka_unit_test(the_dp_ranks_of_a_model_are_set_together_or_not_at_all),
         cmocka_unit_test(another_engine_cannot_be_the_native_one),
     };
     unsetenv("XPOOL_UNDER_UP");
