@@ -97,12 +97,14 @@ class Rank:
         )
         self._native.check(self._native.lib.xpool_rank_serving(self.handle, serving))
 
-    def begin_step(self, step, execution=EAGER, rows=None, stream=0):
-        """Says what the calls until the next `begin_step` belong to. On a GPU `rows` are the live ones
+    def begin_step(self, step, execution=EAGER, rows=None, stream=0, deadline_ns=0):
+        """Says what the calls until the next `begin_step` belong to; `deadline_ns`: by when the first of
+        the step's requests should have its token, on CLOCK_MONOTONIC, 0: none. On a GPU `rows` are the live ones
         of the step's tensors, which may be longer (padding of a captured graph); written on `stream`
         before what the step queues or replays there. None: every call's rows are all live."""
         self.call.step = step
         self.call.execution = execution
+        self.call.slo_deadline_ns = deadline_ns
         self.call.dp_rows = self._native.ffi.NULL
         self.call.live_on_device = 0
         self._step_stream = None
@@ -129,6 +131,7 @@ class Rank:
         live = self._live
         live.rows = rows
         live.step = step
+        live.slo_deadline_ns = self.call.slo_deadline_ns
         live.dp_rows = self.call.dp_rows
         live.stream = self._cast("void *", stream)
         self._native.check(
