@@ -10,14 +10,14 @@ struct relay_stores_t {
     }
 
     static __device__ void lines(const stage_relay_slot_t *slot, uint32_t group,
-                                 const mailbox_request_t &request, uint32_t lane)
+                                 const stage_line_t &value, uint32_t lane)
     {
         if (lane != 0)
             return;
         for (uint32_t left = group; left; left &= left - 1)
-            relay_line_fill(slot, request, (stage_line_t *)slot->line[__ffs(left) - 1]);
+            stage_line_fill((stage_line_t *)slot->line[__ffs(left) - 1], &value);
         for (uint32_t left = group; left; left &= left - 1)
-            stage_line_publish((stage_line_t *)slot->line[__ffs(left) - 1], request.sequence);
+            stage_line_publish((stage_line_t *)slot->line[__ffs(left) - 1], &value);
     }
 };
 

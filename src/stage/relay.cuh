@@ -3,9 +3,9 @@
 // from the Instances' arenas, speaks the stage protocol for them, and answers from its relay
 // arenas. The way is the writer's, a device class of static functions that a whole warp calls:
 //     rows(slot, ffn, offset, from, bytes, lane)   bytes of rows into the stage of `ffn`
-//     lines(slot, group, request, lane)            the line into the stages of the group (bits),
+//     lines(slot, group, value, lane)              the line into the stages of the group (bits),
 //     after
-//                                                  all rows; `request` of lane 0
+//                                                  all rows; `value` of lane 0
 // Device code only.
 #ifndef XPOOL_STAGE_RELAY_CUH
 #define XPOOL_STAGE_RELAY_CUH
@@ -71,20 +71,6 @@ static __device__ void relay_reduce(const stage_relay_slot_t *slot, uint32_t mem
     }
 }
 
-// The line of a request, as the Instance Rank itself would write it.
-static __device__ __forceinline__ void relay_line_fill(const stage_relay_slot_t *slot,
-                                                       const mailbox_request_t &request,
-                                                       stage_line_t *line)
-{
-    line->slo_deadline_ns = request.slo_deadline_ns;
-    line->layer = request.layer;
-    line->rows = request.rows;
-    line->kind = request.kind;
-    line->reserved = 0;
-    for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
-        line->dp_rows[i] = slot->dp > 1 ? request.dp_rows[i] : i ? 0 : request.rows;
-}
-
 template <class Writer> struct relay_handler_t {
     const stage_relay_t *relay;
     uint32_t missing, direct, members; // of the request in flight
@@ -115,7 +101,10 @@ template <class Writer> struct relay_handler_t {
             Writer::rows(slot, __ffs(left) - 1, before * view.row_bytes, view.input, bytes,
                          view.lane);
         __syncwarp();
-        Writer::lines(slot, group, view.request, view.lane);
+        stage_line_t value = view.request; // as the Instance Rank itself would write it; of lane 0
+        for (uint32_t i = 0; slot->dp == 1 && i < MAILBOX_MAX_DP; i++)
+            value.dp_rows[i] = i ? 0 : value.rows;
+        Writer::lines(slot, group, value, view.lane);
         return TRANSPORT_SERVE_PENDING;
     }
 

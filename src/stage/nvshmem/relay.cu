@@ -23,33 +23,31 @@ struct relay_puts_t {
     }
 
     static __device__ void lines(const stage_relay_slot_t *slot, uint32_t group,
-                                 const mailbox_request_t &request, uint32_t lane)
+                                 const stage_line_t &value, uint32_t lane)
     {
         // Nobody reads the request of a relay arena: it is where lines are put from.
         stage_line_t *own = &((mailbox_arena_t *)slot->arena)->request;
         if (lane == 0)
-            relay_line_fill(slot, request, own);
+            *own = value;
         __syncwarp();
         for (uint32_t left = group; left; left &= left - 1) {
             const uint32_t ffn = __ffs(left) - 1;
-            stage_line_t *line = (stage_line_t *)slot->line[ffn];
-            nvshmemx_putmem_nbi_warp(&line->slo_deadline_ns, &own->slo_deadline_ns,
-                                     sizeof(*line) - offsetof(stage_line_t, slo_deadline_ns),
+            nvshmemx_putmem_nbi_warp((void *)slot->line[ffn], own, sizeof(*own),
                                      (int)slot->pe[ffn]);
         }
         __syncwarp();
         if (lane == 0) {
-            nvshmem_fence(); // rows and fields of all lanes before the word
+            nvshmem_fence(); // rows and lines of all lanes before the word
             for (uint32_t left = group; left; left &= left - 1) {
                 const uint32_t ffn = __ffs(left) - 1;
-                nvshmemx_signal_op(&((stage_line_t *)slot->line[ffn])->sequence, request.sequence,
-                                   NVSHMEM_SIGNAL_SET, (int)slot->pe[ffn]);
+                nvshmemx_signal_op(stage_line_brief((const stage_line_t *)slot->line[ffn]),
+                                   stage_brief_make(&value), NVSHMEM_SIGNAL_SET,
+                                   (int)slot->pe[ffn]);
             }
         }
         __syncwarp();
     }
 };
-static_assert(offsetof(stage_line_t, slo_deadline_ns) == 8, "all but the word is put at once");
 
 extern "C" __global__ void __launch_bounds__((TRANSPORT_RESIDENT_SLOTS + 1) * 32)
     stage_relay_nvshmem(transport_resident_t *table, const life_page_t *life, void *context)
