@@ -955,7 +955,9 @@ static void test_heap_refusals(void **state)
     ok(make_all());
     assert_int_equal(heap_modules, 4);
     stage_line_t *line = (stage_line_t *)schedulers[0].lines[0].line;
-    stage_line_publish(line, &(stage_line_t){.sequence = 1, .layer = 99});
+    const stage_line_t nonsense = {.sequence = 1, .layer = 99};
+    stage_line_fill(line, &nonsense);
+    stage_line_publish(line, &nonsense);
     step();
     mailbox_arena_t *arena =
         (mailbox_arena_t *)(heap_memory + stage_heap_offset(&plan, STAGE_HEAP_RELAY, 0, 0, 0));
