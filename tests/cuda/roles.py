@@ -151,6 +151,13 @@ def ready(system):
     return subprocess.run(command, capture_output=True, env=system.environment).returncode == 0
 
 
+def nothing_left(system):
+    """The sockets of NVSHMEM's processes; those of agents that were killed, the daemon removes."""
+    for process in system.processes.values():
+        left = list(pathlib.Path("/tmp").glob(f"nvshmem-socket-{process.pid}-*"))
+        check(not left, f"left: {left}")
+
+
 def end(system):
     """Whatever is left, the controller that a killed daemon leaves for the next one included."""
     system.end()
@@ -180,6 +187,7 @@ def life(arguments, folder, scene):
             check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
         check(clean, words)
         check(not (folder / "mps").exists(), "the MPS controller's folder is left")
+        nothing_left(system)
     finally:
         end(system)
 
@@ -198,6 +206,7 @@ def failure(arguments, folder, scene):
         check(took < 3, f"the others ended after {took:.1f} s")
         check(system.processes["daemon"].returncode == 1, "the daemon's exit code")
         system.wait(lambda: "canonical failure" in system.tail(first), "the Instance's news", [])
+        nothing_left(system)
     finally:
         end(system)
 
@@ -226,6 +235,7 @@ def joining(arguments, folder, scene):
             process.wait(timeout=20)
         check(time.monotonic() - began < 3, f"the others ended after {time.monotonic() - began:.1f} s")
         check("canonical failure" in system.tail("daemon"), system.tail("daemon"))
+        nothing_left(system)
     finally:
         end(system)
 

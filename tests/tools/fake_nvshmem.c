@@ -2,9 +2,10 @@
 /*
  * A plug-in of provider nvshmem without NVSHMEM and without a GPU, for tests of whole processes:
  * the symmetric heap is shared memory of PE 0, which the id names by process and descriptor, so
- * nothing is left in any folder. XPOOL_FAKE_NVSHMEM makes it behave: "limited" (several PEs a GPU
- * without full support), "far" (no other PE's memory is mapped), "refuse" (join fails), "hang"
- * (join waits for a PE that never comes).
+ * nothing is left in any folder but for a socket's name of each process, as the library may leave
+ * one when it is killed. XPOOL_FAKE_NVSHMEM makes it behave: "limited" (several PEs a GPU without
+ * full support), "far" (no other PE's memory is mapped), "refuse" (join fails), "hang" (join waits
+ * for a PE that never comes).
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -70,6 +71,11 @@ static int join(const unsigned char *id, int pe, int pes)
     if (at == MAP_FAILED)
         return 3;
     header = at;
+    char socket[64];
+    snprintf(socket, sizeof(socket), "/tmp/nvshmem-socket-%d-%d", (int)getpid(), (int)getppid());
+    int left = open(socket, O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
+    if (left >= 0)
+        close(left);
     __atomic_add_fetch(&header->joined, 1, __ATOMIC_ACQ_REL);
     return wait_for(&header->joined, (uint32_t)pes + (behaves("hang") ? 1 : 0));
 }
