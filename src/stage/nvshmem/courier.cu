@@ -81,7 +81,12 @@ static __device__ void serve(stage_courier_table_t *table, courier_block_t *bloc
         at[n] = index < routes ? table->route[index].word : 0;
         kind[n] = index < routes ? table->route[index].kind : 0;
     }
-    while (!block_ref<uint32_t>(block->leave).load(cuda::memory_order_relaxed)) {
+    for (;;) {
+        uint32_t leave = 0; // all lanes leave together
+        if (lane == 0)
+            leave = block_ref<uint32_t>(block->leave).load(cuda::memory_order_acquire);
+        if (__shfl_sync(0xffffffffu, leave, 0))
+            break;
         // New orders: what was sent has arrived before the answer.
         for (uint32_t base = 0; base < FABRIC_MAX_INSTANCES; base += 32) {
             const uint32_t unit = base + lane;
@@ -90,8 +95,7 @@ static __device__ void serve(stage_courier_table_t *table, courier_block_t *bloc
             const bool fresh = wanted != block->seen[warp][unit];
             if (!__any_sync(0xffffffffu, fresh))
                 continue;
-                // Routes turn to the order before it is answered; none of them is being carried
-                // now.
+                // Routes turn to the order before it is answered, and none is being carried now.
 #pragma unroll
             for (uint32_t n = 0; n < COURIER_SHARE; n++) {
                 const uint32_t index = (warp * COURIER_SHARE + n) * 32 + lane;
