@@ -422,6 +422,44 @@ class Options(unittest.TestCase):
             flag = "--" + name.replace("_", "-")
             self.refused(f"{flag} {value} cannot be used with the xpool plugin: .+", **{name: value})
 
+    def test_on_gpus(self):
+        from xpool.sglang import options
+
+        with tempfile.TemporaryDirectory() as folder:
+            config = pathlib.Path(folder) / "gpus.toml"
+            config.write_text(
+                f"""daemon.socket = '{folder}/d.sock'
+atn.devices = ['cuda:0']
+ffn.devices = ['cuda:1']
+devices.'cuda:0'.memory = '8GiB'
+devices.'cuda:1'.memory = '8GiB'
+[[models]]
+id = 'm'
+path = '{MODELS["qwen3-moe"]}'
+engine = 'sglang'
+decode_rows = 16
+prefill_rows = 256
+kv_ceiling_tokens = 2048
+"""
+            )
+            with mock.patch.dict(os.environ, XPOOL_CONFIG=str(config)):
+                plain = dict(device="cuda", piecewise_cuda_graph_tokens=[16, 256])
+                arguments = self.arguments(**plain)
+                found = options.deployment(arguments)
+                self.assertEqual(found.info.device, "cuda:0")
+                # SGLang would take the whole GPU, and steps overlap there.
+                self.assertEqual(arguments.max_total_tokens, found.info.kv_tokens)
+                self.assertEqual(arguments.max_running_requests, 16)
+                self.assertFalse(arguments.disable_overlap_schedule)
+                self.refused("prefill graphs of 288 rows.*room for 256", device="cuda", piecewise_cuda_graph_tokens=[288])
+                options.deployment(
+                    self.arguments(
+                        device="cuda", piecewise_cuda_graph_tokens=[288], disable_piecewise_cuda_graph=True
+                    )
+                )
+                self.refused("--enable-breakable-cuda-graph cannot", enable_breakable_cuda_graph=True, **plain)
+                self.refused("--device cpu cannot be used.*the plan puts m on cuda:0")
+
     def test_every_named_argument_exists_and_its_default_is_allowed(self):
         from xpool.sglang import options
 

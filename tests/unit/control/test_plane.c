@@ -30,6 +30,7 @@
 #include "control/gpus.h"
 #include "control/planner.h"
 #include "cuda/mps.h"
+#include "kv/channel.h"
 #include "model/digest.h"
 #include "stage/stage.h"
 #include "transport/cuda_life.h"
@@ -454,7 +455,7 @@ static void start_rank(const fixture_t *f, uint32_t number, rank_t *rank)
     assert_int_equal(fabric_plan_check(&planned, sizeof(planned)), XP_OK);
     assert_string_equal(planned.instances[0].id, "m");
     wire_descriptors_close(&fds);
-    expect(rank->fd, xpw_Envelope_admitted_tag, 0); /* its KV Cache is fixed: no channel */
+    expect(rank->fd, xpw_Envelope_admitted_tag, KV_DESCRIPTORS);
 }
 
 static void offer_arena(const fixture_t *f, const rank_t *rank, uint32_t bytes, uint32_t dtype)
