@@ -480,6 +480,7 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
     if (!daemon->failed)
         daemon_fail_from_fabric(daemon);
     daemon_drop_silent(daemon);
+    daemon_participants_admit_waiting(daemon);
     daemon_plane_tick(daemon);
     daemon_status_probe(daemon);
     daemon_advance(daemon);

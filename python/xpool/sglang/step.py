@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Which kind of step the calls of one forward pass belong to, and on a GPU how many of its rows are
-live and how the pass ended.
+"""Which kind of step the calls of one forward pass belong to, by when it should be done, and on a GPU how
+many of its rows are live and how the pass ended.
 
 On a GPU a pass may be a replayed graph, whose tensors are as long as when it was captured, and it is
 queued, not done, when SGLang's function returns. So before each pass the count of live rows is written
@@ -11,6 +11,8 @@ waited for the pass's tokens anyway, and before it hands them out.
 Passes that SGLang makes up for warming up and capturing do not come by ModelRunner.forward: they are
 given all their rows here. What is captured reads the record of its replay.
 """
+
+import time
 
 import torch
 
@@ -45,6 +47,46 @@ def _on_gpu():
     return None if rank is None or rank.device is None else rank
 
 
+_deadline_ns = 0  # of the batch that runs; 0: none
+
+
+def deadline_of(batch, ttft_ns, tbt_ns):
+    """The earliest of the batch's requests: arrival + `ttft_ns` until the first token, then the last token +
+    `tbt_ns`; targets of 0 promise nothing. CLOCK_MONOTONIC; 0 when there is none."""
+    earliest = 0
+    decode = batch.forward_mode.is_decode()
+    for request in batch.reqs or ():
+        begun = decode or len(request.output_ids) > 0
+        since = getattr(request, "xpool_token_ns" if begun else "xpool_arrived_ns", 0)
+        target = tbt_ns if begun else ttft_ns
+        if since and target and not 0 < earliest <= since + target:
+            earliest = since + target
+    return earliest
+
+
+def _queued(original, scheduler, request, *arguments, **options):
+    if not hasattr(request, "xpool_arrived_ns"):  # else it comes back to the queue
+        request.xpool_arrived_ns = time.monotonic_ns()
+    return original(scheduler, request, *arguments, **options)
+
+
+def _run_by_deadline(original, scheduler, batch, *arguments, **options):
+    global _deadline_ns
+    from xpool.sglang import rank as deployment
+
+    ttft_ns, tbt_ns = (int(ms * 1e6) for ms in deployment.slo())
+    if not ttft_ns and not tbt_ns:
+        return original(scheduler, batch, *arguments, **options)
+    _deadline_ns = deadline_of(batch, ttft_ns, tbt_ns)
+    try:
+        return original(scheduler, batch, *arguments, **options)
+    finally:
+        _deadline_ns = 0
+        now = time.monotonic_ns()
+        for request in batch.reqs or ():
+            request.xpool_token_ns = now
+
+
 @failure.fatal
 def _begin(rank, batch):
     counts = batch.global_num_tokens_cpu if rank.dp_size > 1 else None
@@ -52,7 +94,7 @@ def _begin(rank, batch):
         rows = counts[rank.dp_rank]
     else:
         rows = 0 if batch.input_ids is None else batch.input_ids.shape[0]
-    rank.begin_step(kind_of(batch), rows=rows, stream=_stream(rank), dp_rows=counts)
+    rank.begin_step(kind_of(batch), rows=rows, stream=_stream(rank), dp_rows=counts, deadline_ns=_deadline_ns)
 
 
 @failure.fatal
@@ -67,7 +109,7 @@ def _forward(original, runner, batch, *arguments, **options):
     if rank is None:
         return original(runner, batch, *arguments, **options)
     if rank.device is None:
-        rank.begin_step(kind_of(batch))
+        rank.begin_step(kind_of(batch), deadline_ns=_deadline_ns)
         return original(runner, batch, *arguments, **options)
     _begin(rank, batch)
     output = original(runner, batch, *arguments, **options)
@@ -135,5 +177,7 @@ def hook():
     patch.around(_DECODE, "CudaGraphRunner.capture_one_batch_size", _capture_decode)
     patch.around(_PREFILL, "PiecewiseCudaGraphRunner.warmup_compile", _capture_prefill)
     patch.around(_PREFILL, "PiecewiseCudaGraphRunner.capture_one_batch_size", _capture_prefill)
+    patch.around(_SCHEDULER, "Scheduler._add_request_to_queue", _queued)
     patch.around(_SCHEDULER, "Scheduler.run_batch", _run_batch)
+    patch.around(_SCHEDULER, "Scheduler.run_batch", _run_by_deadline)
     patch.around(_SCHEDULER, "Scheduler.process_batch_result", _process)
