@@ -142,7 +142,7 @@ class Run:
     def __init__(self, arguments):
         self.arguments = arguments
         self.sizes = Sizes(arguments.rehearse)
-        self.host = sglang_servers.Cpus() if arguments.rehearse else sglang_servers.Gpus(arguments.site)
+        self.host = sglang_servers.Cpus() if arguments.rehearse else sglang_servers.Gpus(arguments.site, arguments.caches)
         self.end = time.monotonic() + arguments.budget
         self.fleet = None
         self.failures = []
@@ -794,6 +794,7 @@ def parse():
     parser.add_argument("--seeded", action="store_true", help="seeded checkpoints of all families, not only of the dense one")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--site", type=pathlib.Path, help="folder that goes in front of the servers' PYTHONPATH")
+    parser.add_argument("--caches", type=pathlib.Path, help="archive of compiled kernels of an earlier run; a new one goes to OUT/caches.tar.gz")
     parser.add_argument("--flags", default="", help="further arguments of all servers, both sides")
     parser.add_argument("--observe", action="store_true", help="observers on (xpool trace)")
     parser.add_argument("--keep-logs", action="store_true", help="the ends of all logs go to OUT/logs.tar.gz")
@@ -839,6 +840,8 @@ def main():
         finally:
             run.stop()
             run.book.write()
+            if run.host.caches:
+                run.host.caches.keep(arguments.out / "caches.tar.gz")
     missing = [metric for metric in run.book.rows if not run.book.has(metric)]
     print(f"not run: {', '.join(missing) or 'nothing'}")
     print(f"failed: {'; '.join(run.failures)}" if run.failures else "no check failed", flush=True)
