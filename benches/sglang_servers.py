@@ -32,6 +32,7 @@ BROKEN_PLUGIN = ("Failed to load plugin", "Failed to execute general plugin", "F
 LOG_TAIL = 2500
 CACHES = pathlib.Path("/tmp/xpool-sglang-caches")
 CACHES_MOST_MIB = 15.5
+TRUSTED = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
 _GRAPHS = re.compile(r"Capture (cuda graph|piecewise CUDA graph) end\. Time elapsed: ([\d.]+) s")
 _BATCH = re.compile(r"(Decode|Prefill) batch.*cuda graph: (True|False)")
 _next_port = iter(())
@@ -140,7 +141,7 @@ class Caches:
     def __init__(self, archive):
         if archive.exists() and not CACHES.exists():
             with tarfile.open(archive) as packed:
-                packed.extractall(CACHES, filter="fully_trusted")
+                packed.extractall(CACHES, **TRUSTED)
         CACHES.mkdir(exist_ok=True)
 
     def keep(self, archive):
