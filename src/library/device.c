@@ -350,11 +350,11 @@ xp_status_t library_device_mark(library_device_t *device, void *stream, uint64_t
     cuda_context_t before;
     if (!device->client)
         return xp_fail(XP_RETRY, "not executable yet: call xpool_rank_wait_executable first");
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status = queue_mark(device, stream, mark_out);
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     return status;
 }
 
@@ -387,7 +387,7 @@ static xp_status_t count(library_device_t *device, uint64_t deadline_ns, bool an
     cuda_context_t before;
     if (!device->client)
         return XP_RETRY;
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status =
         stage_client_counters(device->client, deadline_ns, &device->counters.device);
@@ -396,7 +396,7 @@ static xp_status_t count(library_device_t *device, uint64_t deadline_ns, bool an
     *counters_out = device->counters;
     *base_out = device->base;
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     return status;
 }
 
