@@ -160,6 +160,7 @@ class Cpus:
     both = ["cpu:0", "cpu:1"], ["cpu:2"]
     dtype, start_s = "float32", 300
     more = {}
+    caches = None
     flags = (
         "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
         "--disable-cuda-graph --skip-server-warmup --disable-overlap-schedule --disable-radix-cache "
