@@ -18,7 +18,8 @@ CUDA_IMAGE_DECLARE(ffn_dispatch);
 #define RUNTIME_LINE       256u /* of device memory; words that are polled do not share one */
 #define RUNTIME_QUIET_NS   (2 * XP_NS_PER_MS)
 #define RUNTIME_CLOCK_TIES 5
-#define RUNTIME_STOP_NS    (5 * XP_NS_PER_S) /* for a destroy without a stop */
+#define RUNTIME_STOP_NS    (5 * XP_NS_PER_S)    /* for a destroy without a stop */
+#define STATS_LIMIT_NS     (200 * XP_NS_PER_MS) /* the event loop of the FfnAgent asks */
 
 static const char *const dispatch_names[DISPATCH_KERNELS] = {
     [DISPATCH_GATHER] = "ffn_gather",   [DISPATCH_PIECE] = "ffn_piece",
@@ -697,7 +698,7 @@ xp_status_t ffn_cuda_runtime_stats(ffn_cuda_runtime_t *runtime, ffn_cuda_stats_t
                                    runtime->counters_at, sizeof(*staged), runtime->watch);
     if (status == XP_OK)
         status = cuda_stream_wait(runtime->device, runtime->watch, &clock,
-                                  xp_monotonic_ns() + CUDA_LIMIT_NS);
+                                  xp_monotonic_ns() + STATS_LIMIT_NS);
     if (status == XP_OK) {
         stats.invocations = staged->invocations + staged->resident_invocations;
         stats.rows = staged->rows + staged->resident_rows;

@@ -585,9 +585,38 @@ static void test_shared_role(void **state)
     fixture_close(f);
 }
 
+static bool never_ends(cuda_stream_t stream)
+{
+    return true;
+}
+
+/* The FfnAgent's event loop asks for figures: a device that does not tell costs it a moment. */
+static void test_stats_of_a_silent_device(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_LLAMA, XP_DTYPE_BF16);
+    scene_t scene;
+    ffn_cuda_stats_t stats = {0};
+    scene_create(&scene, false);
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
+    fake.busy = never_ends;
+    const uint64_t began_ns = xp_monotonic_ns();
+    assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_TIMEOUT);
+    assert_true(xp_monotonic_ns() - began_ns < XP_NS_PER_S);
+    fake.busy = NULL;
+    assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+    scene_close(&scene);
+    fixture_close(f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_stats_of_a_silent_device),
         cmocka_unit_test(test_families),
         cmocka_unit_test(test_tales),
         cmocka_unit_test(test_pieces),
