@@ -94,6 +94,8 @@ xpool_reference_test(library ffn_library.py 600)
 set_tests_properties(reference/library PROPERTIES RUN_SERIAL TRUE)
 xpool_script_test(reference/openai-client "e2e;reference" 300
                   ${XPOOL_TEST_PYTHON} --venv tests/e2e/openai_client.py)
+xpool_script_test(e2e/kv-ranks e2e 300 ${XPOOL_TEST_PYTHON} --venv tests/e2e/kv_ranks.py)
+set_tests_properties(e2e/kv-ranks PROPERTIES RUN_SERIAL TRUE)
 set_tests_properties(reference/openai-client PROPERTIES RUN_SERIAL TRUE)
 if(EXISTS ${CMAKE_SOURCE_DIR}/../shared/check/golden_serve.py)
   xpool_script_test(e2e/golden-serve e2e 400 ${XPOOL_TEST_PYTHON} --system

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/failpoint.h"
 #include "kv/backing.h"
 #include "kv/rank.h"
 #include "library/private.h"
@@ -181,13 +182,16 @@ static bool apply(xpool_kv_t *kv, const kv_command_t *command, xpool_kv_command_
 {
     const uint32_t mapped = kv_backing_mapped(kv->backing);
     if (command->bundles < mapped || (command->bundles == mapped && command->trim)) {
+        xp_failpoint("kv.rank.withdrawn");
         out->order = XPOOL_KV_SHRINK;
         out->tokens = tokens_of(kv, command->bundles);
         out->trim = command->trim;
         return true;
     }
+    xp_failpoint("kv.rank.seen");
     /* Where the system has no memory, less than was granted is mapped, and the daemon sees it. */
     (void)kv_backing_resize(kv->backing, command->bundles);
+    xp_failpoint("kv.rank.grown");
     kv_rank_complete(&kv->rank, kv_backing_mapped(kv->backing));
     if (kv->rank.count > 1) {
         kv->growing = kv_rank_leads(&kv->rank);
@@ -247,6 +251,7 @@ xpool_status_t xpool_kv_release(xpool_kv_t *kv, uint32_t tokens)
                          tokens_of(kv, kv_backing_mapped(kv->backing)));
     if (status == XP_OK)
         status = kv_backing_resize(kv->backing, bundles_of(kv, tokens));
+    xp_failpoint("kv.rank.released");
     if (status == XP_OK)
         kv_rank_complete(&kv->rank, kv_backing_mapped(kv->backing));
     return library_status(status);
