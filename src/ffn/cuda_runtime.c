@@ -84,7 +84,7 @@ static xp_status_t create_host(ffn_cuda_runtime_t *runtime)
     XP_TRY(CUDA_CALL(device->driver, cuMemHostGetDevicePointer, &runtime->ring_at, address, 0));
     if (runtime->config.records == 0)
         return XP_OK;
-    const uint64_t bytes = (uint64_t)runtime->config.records * sizeof(ffn_cuda_record_t);
+    const uint64_t bytes = (uint64_t)runtime->config.records * sizeof(*runtime->records);
     XP_TRY(cuda_host_alloc(device, bytes, &address));
     runtime->records = address;
     memset(address, 0, bytes);
@@ -718,7 +718,7 @@ uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t
     *skipped_out = 0;
     while (capacity && count < limit) {
         const uint64_t wanted = runtime->records_read + 1;
-        const ffn_cuda_record_t *place = &runtime->records[runtime->records_read % capacity];
+        const ffn_cuda_record_place_t *place = &runtime->records[runtime->records_read % capacity];
         const uint64_t index = PROTOCOL_LOAD_ACQUIRE(&place->index);
         /* An older one, or one that is being written. */
         if (index < wanted)
@@ -730,9 +730,9 @@ uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t
             runtime->records_read = next;
             continue;
         }
-        ffn_cuda_record_t record = *place;
+        ffn_cuda_record_t record;
         runtime->records_read++;
-        if (PROTOCOL_LOAD_ACQUIRE(&place->index) != wanted) {
+        if (!ffn_cuda_record_unpack(place, wanted - 1, capacity, &record)) {
             *skipped_out += 1;
             continue;
         }

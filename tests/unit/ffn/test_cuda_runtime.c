@@ -585,6 +585,44 @@ static void test_shared_role(void **state)
     fixture_close(f);
 }
 
+/* A place that is being written anew gives no record, whichever of its words are there already; all
+ * fields come back as they were. */
+static void test_records_are_whole(void **state)
+{
+    (void)state;
+    ffn_cuda_record_place_t places[8] = {0};
+    ffn_cuda_counters_t counters = {.records = places, .record_capacity = 8};
+    const ffn_cuda_record_t record = {.end_ns = 0x00ffffffffffffffull,
+                                      .duration_ns = 12345678901,
+                                      .ticket = 1ull << 40,
+                                      .layer = 93,
+                                      .rows = 0xffffffff,
+                                      .capacity = 0xfffffffe,
+                                      .instance = 0xfedc,
+                                      .rank = 7,
+                                      .lane = 0xffff,
+                                      .graph_template = 0xfffe,
+                                      .kind = 2,
+                                      .resident = 1};
+    for (uint64_t number = 0; number < 8 * 300; number++) {
+        ffn_cuda_record_t got = {0};
+        ffn_cuda_record_place_t *place = &places[number % 8];
+        ffn_cuda_record_end(&counters, &record);
+        assert_int_equal(place->index, number + 1);
+        assert_true(ffn_cuda_record_unpack(place, number, 8, &got));
+        assert_memory_equal(&got, &record, sizeof(got));
+        for (uint32_t mixed = 1; mixed < 1u << FFN_CUDA_RECORD_WORDS; mixed++) {
+            ffn_cuda_record_place_t next = *place;
+            uint64_t words[FFN_CUDA_RECORD_WORDS];
+            ffn_cuda_record_pack(&record, number + 8, 8, words);
+            for (uint32_t i = 0; i < FFN_CUDA_RECORD_WORDS; i++)
+                if (mixed >> i & 1)
+                    next.words[i] = words[i];
+            assert_false(ffn_cuda_record_unpack(&next, number, 8, &got));
+        }
+    }
+}
+
 static bool never_ends(cuda_stream_t stream)
 {
     return true;
@@ -617,6 +655,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_stats_of_a_silent_device),
+        cmocka_unit_test(test_records_are_whole),
         cmocka_unit_test(test_families),
         cmocka_unit_test(test_tales),
         cmocka_unit_test(test_pieces),
