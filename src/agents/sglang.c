@@ -155,6 +155,9 @@ static void build_command(const config_t *config, const config_model_t *model,
     add_option(command, "--log-level", level_name(config->logging.level));
     add_option(command, "--log-level-http", "warning");
     add(command, "--skip-server-warmup");
+    /* Its kernels wait for those of other ranks, and know nothing of life words. */
+    if (plan->ranks > 1)
+        add(command, "--disable-custom-all-reduce");
     if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA)
         add_option(command, "--device", "cuda");
     if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CPU) {
@@ -164,8 +167,6 @@ static void build_command(const config_t *config, const config_model_t *model,
         add_option(command, "--grammar-backend", "none");
         add(command, "--disable-cuda-graph");
         add(command, "--disable-overlap-schedule");
-        if (plan->ranks > 1)
-            add(command, "--disable-custom-all-reduce");
     }
     for (uint32_t i = 0; i < model->engine_arg_count; i++)
         add(command, model->engine_args[i]);

@@ -531,8 +531,10 @@ static xp_status_t daemon_start(daemon_t *daemon)
                              FABRIC_PE_OBSERVER, &daemon->fabric));
     }
     XP_TRY(daemon_kv_start(daemon));
-    XP_TRY(wire_listen(config->daemon.socket, &daemon->listener, &daemon->lock));
+    /* Whoever sees the daemon may open its GPU: the MPS controller is there before. */
+    XP_TRY(wire_claim(config->daemon.socket, &daemon->lock));
     XP_TRY(daemon_plane_start(daemon));
+    XP_TRY(wire_open(config->daemon.socket, &daemon->listener));
     daemon->on_accept =
         event_new(daemon->base, daemon->listener, EV_READ | EV_PERSIST, daemon_on_accept, daemon);
     /* What removing the signal events restores: ending is not cut short by one more signal. */

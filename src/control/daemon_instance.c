@@ -338,8 +338,8 @@ static void admit(daemon_instance_t *instance, uint32_t index)
     daemon_plane_greet(rank->participant);
     int kv_fds[KV_DESCRIPTORS];
     daemon_kv_admit(daemon, instance->index, index, rank->participant->pid, admitted, kv_fds);
-    /* An engine whose KV Cache is fixed gets no channel. */
-    bool channel = planner_kv_elastic(daemon->planned, configured(instance));
+    /* An engine that makes its KV Cache itself gets no channel. */
+    bool channel = planner_kv_ranges(daemon->config, daemon->planned);
     wire_channel_send(rank->participant->channel, &envelope, kv_fds, channel ? KV_DESCRIPTORS : 0);
 }
 

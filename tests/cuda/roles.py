@@ -9,6 +9,7 @@ ordered end, a killed FfnAgent. Kernels compute nothing there, so no row is look
 
 import argparse
 import ctypes
+import json
 import os
 import pathlib
 import signal
@@ -23,7 +24,8 @@ SKIPPED = 77
 
 
 def instance(arguments):
-    from xpool import Rank, XpoolConfig, rank as ranks
+    global kv
+    from xpool import Rank, XpoolConfig, kv, rank as ranks
 
     config = XpoolConfig()
     info = config.model_info("m")
@@ -40,6 +42,7 @@ def instance(arguments):
 
     # The devices of an Instance's ranks come first, in their order.
     rank = Rank(config, "m", arguments.rank, workload, end, arguments.rank)
+    cache = open_cache(rank, info)
     rank.wait_executable()
     rows = ctypes.create_string_buffer(4 * info.hidden * 2)
     at = ctypes.addressof(rows)
@@ -47,14 +50,56 @@ def instance(arguments):
         rank.begin_step(ranks.DECODE, rows=3)
         for layer in range(info.layers):
             assert rank.queue_ffn(layer, 4, ranks.BF16, at, at, 0) == ranks.OK, rank.error(0)
+        rank.look(rank.mark(0))
     rank.finish()
     assert rank.queue_ffn(0, 4, ranks.F32, at, at, 0) == ranks.INVALID
-    assert rank.state().ffn_calls >= 3 * info.layers
+    assert rank.state().eager_decode_calls == 3 * info.layers, rank.state()
     rank.serving("", 0, 0, 0, 0, info.max_context)
+    assert rank.state().ffn_calls == 0, rank.state()  # from here on it counts anew
     (folder / f"{arguments.instance}.{arguments.rank}.ready").touch()
     while not (folder / "close").exists() and not ended:
         time.sleep(0.01)
+    if cache is not None:
+        use_cache(cache, lambda: ended)
+        cache.close()
     rank.close()
+
+
+def open_cache(rank, info):
+    """The rank's KV Cache on its GPU: the floor has memory."""
+    if not info.kv_elastic:
+        return None
+    # The tests' qwen3-moe: layers, K and V, heads of one rank, 16-bit elements.
+    spec = json.loads((two_gpu.TALES / "qwen3-moe" / "config.json").read_text())
+    heads = max(spec["num_key_value_heads"] // info.attention_tp, 1)
+    cache = kv.Kv(rank, info.layers * 2 * heads * spec["head_dim"] * 2)
+    check(cache.device == rank.device and cache.elastic, "the KV Cache is not on its GPU")
+    check(0 < cache.info().mapped_tokens <= cache.reserved_tokens, "the floor")
+    ctypes.memset(cache.address, 7, cache.info().mapped_tokens * cache.token_bytes)
+    cache.captured()
+    return cache
+
+
+def use_cache(cache, ended):
+    """Grows to the ceiling by a demand and looks at the memory, which is the host's here."""
+    floor, step = cache.info().mapped_tokens, 0
+    wanted = cache.info().ceiling_tokens
+    until = time.monotonic() + 10
+    while cache.info().mapped_tokens < wanted and not ended():
+        check(time.monotonic() < until, f"no grant: {cache.info().mapped_tokens} of {wanted} tokens")
+        cache.report(demand=kv.PREFILL, demand_tokens=wanted, demand_since_ns=1, waiting=1)
+        step += 1
+        command = cache.poll(step, 1)
+        if command is not None:
+            check(command.kind == kv.GROW, "a shrink")
+            cache.release(command.tokens)
+        time.sleep(0.005)
+    if ended():
+        return
+    old = ctypes.string_at(cache.address, floor * cache.token_bytes)
+    new = ctypes.string_at(cache.address + len(old), (wanted - floor) * cache.token_bytes)
+    check(old == b"\7" * len(old) and new == bytes(len(new)), "contents")
+    cache.report()
 
 
 def check(condition, what):

@@ -26,16 +26,22 @@ ROW = (DIM + V_DIM) * HEADS * 4
 
 
 class Range:
-    """Stands for xpool.kv.Kv: memory that shows who touches what was given away."""
+    """Stands for xpool.kv.Kv: memory that shows who touches what was given away. With `padding` the pools are
+    made as over a GPU's range, in memory of the CPU."""
 
     elastic = leader = True
     reserved_tokens, bundle_tokens = SLOTS, BUNDLE
+    padding = 0  # bytes behind each token
 
     def __init__(self, mapped, token_bytes=LAYERS * ROW):
-        self.token_bytes = token_bytes
+        self.token_bytes = token_bytes + self.padding
+        self.device = 0 if self.padding else -1
+        self.has_captured = False
+        self.busy = 0  # so many releases find the device at work
         self.buffer = bytearray(SLOTS * self.token_bytes)
         self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).view(SLOTS, self.token_bytes)
         self.bytes[mapped:] = FORBIDDEN
+        self.address = self.bytes.data_ptr()
         self.mapped = self.ceiling = mapped
         self.admit = 2**32 - 1
         self.commands, self.reports, self.was_refused = [], [], False
@@ -56,12 +62,19 @@ class Range:
         self.bytes[self.mapped : slots] = 0
         self.mapped = slots
 
-    def release(self, slots):
+    def captured(self):
+        self.has_captured = True
+
+    def release(self, slots, stream=0):
         self.untouched()
+        if self.busy:
+            self.busy -= 1
+            return False
         slots = -(-slots // BUNDLE) * BUNDLE
         assert slots <= self.mapped
         self.bytes[slots:] = FORBIDDEN
         self.mapped = slots
+        return True
 
     def report(self, **values):
         self.reports.append(values)

@@ -15,7 +15,7 @@ import types
 import unittest
 from unittest import mock
 
-from kv_model import BUNDLE, LAYERS, ROOT, SLOTS, Range, make_pool
+from kv_model import BUNDLE, LAYERS, ROOT, ROW, SLOTS, Range, make_pool
 
 import torch
 from sglang.srt import server_args as server_arguments
@@ -494,6 +494,19 @@ class Scenes(unittest.TestCase):
         simulation.step()
         self.assertEqual((simulation.kv.mapped, simulation.scheduler.tree_cache.evictable_size()), (BUNDLE, 15))
 
+    def test_a_device_at_work_is_asked_again(self):
+        simulation = Simulation(8 * BUNDLE)
+        self.assertTrue(simulation.kv.has_captured)
+        simulation.kv.busy = 2
+        simulation.command(kvs.SHRINK, 2 * BUNDLE)
+        simulation.command(kvs.SHRINK, BUNDLE)
+        seen = []
+        for _ in range(4):
+            simulation.step()
+            seen.append((simulation.kv.mapped // BUNDLE, simulation.elastic.room.mapped // BUNDLE))
+        # What is empty is handed out no more; the next command waits for the memory.
+        self.assertEqual(seen, [(8, 2), (8, 2), (1, 1), (1, 1)])
+
     def test_ranks_of_a_group_are_told_by_rank_0(self):
         first, second = Simulation(2 * BUNDLE), Simulation(2 * BUNDLE)
         second.kv.leader = False
@@ -528,6 +541,21 @@ class Arguments(unittest.TestCase):
             wrong = types.SimpleNamespace(**{**vars(good), name: value})
             with self.assertRaisesRegex(XpoolError, f"--{name.replace('_', '-')} is {value}"):
                 plugin._check_arguments(wrong)
+
+        good = types.SimpleNamespace(**{**vars(good), "attention_backend": "triton"})
+        plugin._check_arguments(good, True)
+        for name, value in (("attention_backend", "fa3"), ("decode_attention_backend", "flashinfer")):
+            wrong = types.SimpleNamespace(**{**vars(good), name: value})
+            plugin._check_arguments(wrong)
+            with self.assertRaisesRegex(XpoolError, f"--{name.replace('_', '-')} is {value}"):
+                plugin._check_arguments(wrong, True)
+
+    def test_on_a_gpu_nobody_looks_at_free_memory(self):
+        self.assertEqual(plugin._profile(lambda runner, before: before, None, 5), 5)
+        with mock.patch.object(plugin, "_kv", Range(BUNDLE)):
+            self.assertEqual(plugin._profile(lambda runner, before: before, None, 5), 5)
+        with mock.patch.object(Range, "padding", 8), mock.patch.object(plugin, "_kv", Range(BUNDLE)):
+            self.assertEqual(plugin._profile(None, None, 5), SLOTS * (LAYERS * ROW + 8))
 
     def test_the_capacity_is_the_range(self):
         runner = types.SimpleNamespace(server_args=types.SimpleNamespace(max_total_tokens=None))

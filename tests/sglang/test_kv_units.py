@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from xpool.native import XpoolError
 from xpool.sglang import kv_pool
 from xpool.sglang.kv_room import Room
+from xpool.sglang.kv_views import strided
 
 CONTEXT = 140
 
@@ -262,6 +263,11 @@ class Histories(unittest.TestCase):
         for seed in range(2):
             history(100 + seed, True, "mla", self.STEPS)
 
+    def test_padded_views_as_on_a_gpu(self):
+        with mock.patch.object(Range, "padding", 8), mock.patch.object(kv_pool.MhaPool, "MOVED_BYTES", 3000):
+            for kind in ("mha", "mla"):
+                history(300, True, kind, self.STEPS)
+
 
 class Emptying(unittest.TestCase):
     def engine(self, mapped=SLOTS, **more):
@@ -366,6 +372,30 @@ class Pools(unittest.TestCase):
         self.assertTrue(bool((kv.bytes[20] == 9).all() and (kv.bytes[21] == 10).all()))
         with self.assertRaises(XpoolError):
             pool.get_contiguous_buf_infos()
+
+    def test_views_as_on_a_gpu(self):
+        with mock.patch.object(Range, "padding", 40):
+            kv = Range(SLOTS)
+            pool = make_pool(kv)
+            k, v = pool.get_kv_buffer(1)
+            self.assertEqual(k.stride(), ((LAYERS * ROW + 40) // 4, DIM, 1))
+            self.assertEqual(v.data_ptr(), kv.address + ROW + HEADS * DIM * 4)
+            self.assertEqual((k.shape, v.shape), ((SLOTS, HEADS, DIM), (SLOTS, HEADS, V_DIM)))
+            # Two layers are no views of one tensor.
+            self.assertNotEqual(k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr())
+            kv.bytes[5] = 9
+            pool.move_kv_cache(torch.tensor([7]), torch.tensor([5]))
+            self.assertTrue(bool((kv.bytes[7] == 9).all()))
+            self.assertEqual(pool.data_strides.tolist(), [LAYERS * ROW + 40] * 2 * LAYERS)
+            with self.assertRaisesRegex(XpoolError, "whole words"):
+                Range.padding = 12
+                make_pool(Range(SLOTS))
+
+    def test_dtypes_of_views(self):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int64):
+            owner = torch.arange(48).to(dtype)
+            view = strided(owner.data_ptr(), (3, 2, 2), (16, 4, 1), dtype, torch.device("cpu"))
+            self.assertTrue(torch.equal(view, owner.as_strided((3, 2, 2), (16, 4, 1))))
 
     def test_another_geometry_is_refused(self):
         with self.assertRaisesRegex(XpoolError, "slots of"):

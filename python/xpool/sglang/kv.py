@@ -40,6 +40,13 @@ _REFUSED = (
     ("radix_cache_backend", (None, ""), "only SGLang's own prefix cache is known"),
     ("disaggregation_decode_enable_radix_cache", (False,), "prefill and decode stay in one Instance"),
 )
+# On a GPU too.
+_REFUSED_ON_GPU = (
+    ("attention_backend", ("triton",), "its layers are strided, which other backends do not expect"),
+    ("decode_attention_backend", (None, "triton"), "its layers are strided"),
+    ("prefill_attention_backend", (None, "triton"), "its layers are strided"),
+    ("enable_memory_saver", (False,), "its memory is the daemon's"),
+)
 
 # How long a decode waits for memory before requests are retracted for it, and before the last one is.
 PATIENCE_NS = 5_000_000_000
@@ -64,6 +71,7 @@ class Elastic:
         self.step = 0
         info = self.kv.info()
         self.word = Word(info.ceiling_tokens, info.admit_tokens, False, 0, False)
+        self.owed = None  # slots that stay, of a release that the device was not ready for
         self.grown = None  # a grow that rank 0 has yet to tell
         self.told = None  # the last Word that it told
         self.goal = room.mapped  # slots that the daemon wants to remain
@@ -84,7 +92,9 @@ class Elastic:
         self.word = word
         if word.grow:
             self._grow(word.grow, word.trim)
-        command = self.kv.poll(self.step, self.room.needed())
+        if self.owed is not None:
+            self._release(self.owed)
+        command = self.kv.poll(self.step, self.room.needed()) if self.owed is None else None
         if command is None:
             self._shrink_further()
         elif command.kind == kvs.SHRINK:
@@ -114,13 +124,28 @@ class Elastic:
     def _grow(self, tokens, trim):
         if trim:
             self.room.trim()
-        self.kv.release(tokens)  # another rank may have got less
+        self._release(tokens)  # another rank may have got less
         self.room.grow(tokens)
         self.goal = tokens
         self.scheduler.running_batch.batch_is_full = False
 
+    def _release(self, slots):
+        """Gives back what is above; a device that still works on it is asked again in the next step."""
+        self.owed = None if self.kv.release(slots, self.stream()) else slots
+
+    def stream(self):
+        """On a GPU: behind everything that may use the KV Cache."""
+        if self.kv.device < 0:
+            return 0
+        import torch
+
+        stream, forward = torch.cuda.current_stream(), getattr(self.scheduler, "forward_stream", None)
+        if forward is not None:
+            stream.wait_stream(forward)
+        return stream.cuda_stream
+
     def _shrink(self):
-        self.kv.release(self.room.shrink(self.goal))
+        self._release(self.room.shrink(self.goal))
         self.left = self._state()
 
     def _shrink_further(self):
@@ -375,8 +400,8 @@ class Elastic:
 # --- opening the range -----------------------------------------------------------------------------------
 
 
-def _check_arguments(arguments):
-    for name, allowed, reason in _REFUSED:
+def _check_arguments(arguments, gpu=False):
+    for name, allowed, reason in _REFUSED + (_REFUSED_ON_GPU if gpu else ()):
         value = getattr(arguments, name)
         if value not in allowed:
             raise XpoolError(
@@ -400,7 +425,7 @@ def _open(runner):
             raise
         log.info("the KV Cache is SGLang's own: %s", error)
         return
-    _check_arguments(runner.server_args)
+    _check_arguments(runner.server_args, kv.device >= 0)
     _kv = kv
     kv_pool.MhaPool.range = kv_pool.MlaPool.range = kv
     kv_pool.Allocator.first_limit = kv.info().mapped_tokens
@@ -423,6 +448,14 @@ def _constraints(original, runner, capacity):
         return original(runner, capacity)
     most = _kv.reserved_tokens - 1
     return min(most, runner.server_args.max_total_tokens or most)
+
+
+def _profile(original, runner, *arguments, **options):
+    """What SGLang believes to have for its pool: the range. What is free at this moment says nothing where
+    others start beside it, so nobody looks."""
+    if _kv is None or _kv.device < 0:
+        return original(runner, *arguments, **options)
+    return _kv.reserved_tokens * _kv.token_bytes
 
 
 def mapped_bytes():
@@ -467,6 +500,7 @@ def _make(scheduler):
         _kv.info().mapped_tokens,
     )
     _elastic = Elastic(scheduler, _kv, room, rank.slo(), scheduler.ps.attn_tp_size)
+    _kv.captured()  # graphs are captured before the first round of the scheduler
     if scheduler.idle_sleeper is not None and _kv.info().bell >= 0:
         import zmq
 
@@ -558,6 +592,7 @@ def hook():
     patch.replace(_MIXIN, "MLATokenToKVPool", kv_pool.MlaPool)
     patch.replace(_MIXIN, "TokenToKVPoolAllocator", kv_pool.Allocator)
     patch.around(_MIXIN, "ModelRunnerKVCacheMixin._resolve_memory_pool_config", _config)
+    patch.around(_MIXIN, "ModelRunnerKVCacheMixin._profile_available_bytes", _profile)
     patch.around(_MIXIN, "ModelRunnerKVCacheMixin._apply_token_constraints", _constraints)
     patch.around(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", _pull)
     patch.around(_SCHEDULER, "Scheduler.process_input_requests", _process)

@@ -133,8 +133,12 @@ def deployment(arguments):
 
     if arguments.max_running_requests is None:
         arguments.max_running_requests = info.decode_rows * dp
-    if arguments.device == "cpu":
-        # Steps do not overlap there anyway, and KV memory changes hands between them.
+    if arguments.device == "cuda":
+        from xpool.sglang import cuda
+
+        cuda.check_arguments(arguments, info, dp)
+    if arguments.device == "cpu" or info.kv_elastic:
+        # KV memory changes hands between steps; on a CPU they do not overlap anyway.
         arguments.disable_overlap_schedule = True
     # SGLang has divided the chunk by the DP size already, the number of requests not yet.
     _most("--max-running-requests", arguments.max_running_requests // dp, info.decode_rows, "decode_rows")

@@ -30,6 +30,7 @@
 #include "control/gpus.h"
 #include "control/planner.h"
 #include "cuda/mps.h"
+#include "kv/channel.h"
 #include "model/digest.h"
 #include "stage/stage.h"
 #include "transport/cuda_life.h"
@@ -53,7 +54,9 @@ static int fake_mps(int argc, char **argv)
     int controller = 0;
     snprintf(path, sizeof(path), "%s/control.pid", getenv("CUDA_MPS_PIPE_DIRECTORY"));
     if (argc > 1 && strcmp(argv[1], "-f") == 0) {
-        alarm(60); /* never outlives a broken test for long */
+        const char *delay = getenv("XPOOL_TEST_MPS_DELAY_MS"); /* tests/cuda/soak_on_device */
+        alarm(delay ? 120 : 60); /* never outlives a broken test for long */
+        usleep(delay ? (useconds_t)strtoul(delay, NULL, 10) * 1000 : 0);
         FILE *file = fopen(path, "w");
         fprintf(file, "%d %s\n", (int)getpid(), getenv("CUDA_VISIBLE_DEVICES"));
         fclose(file);
@@ -473,7 +476,7 @@ static void start_rank(const fixture_t *f, uint32_t number, rank_t *rank)
     assert_int_equal(fabric_plan_check(&planned, sizeof(planned)), XP_OK);
     assert_string_equal(planned.instances[0].id, "m");
     wire_descriptors_close(&fds);
-    expect(rank->fd, xpw_Envelope_admitted_tag, 0); /* its KV Cache is fixed: no channel */
+    expect(rank->fd, xpw_Envelope_admitted_tag, KV_DESCRIPTORS);
 }
 
 static void offer_arena(const fixture_t *f, const rank_t *rank, uint32_t bytes, uint32_t dtype)

@@ -480,6 +480,134 @@ static void refusals_and_squeezes_are_told(void **state)
     assert_true(channel->groups[0].admit_bundles == UINT32_MAX);
 }
 
+/* ---- pools of GPUs ----------------------------------------------------------------------------
+ */
+
+/* Bundles: 100 planned, 3 stay free, a rank of group 1 takes 20 beside its KV Cache. */
+static int fresh_gpu(void **state)
+{
+    fresh(state);
+    kv_market_settings_t settings = market.settings;
+    settings.observe = true;
+    settings.kept_bytes[0] = 3 * 16;
+    settings.rank_bytes[1] = 20 * 16;
+    kv_market_init(&market, channel, &settings);
+    return 0;
+}
+
+static void captured(uint32_t partition, uint32_t free_bundles)
+{
+    kv_partition_capture(&channel->partitions[partition], free_bundles * 16ull, ++now);
+}
+
+static uint64_t pool(void)
+{
+    return market.snapshot.pool_bytes[0] / 16;
+}
+
+static void nobody_grows_before_all_have_captured(void **state)
+{
+    begin();
+    report(1, 5, 40);
+    steps();
+    assert_int_equal(channel->groups[1].command >> 32, 1);
+    assert_true(channel->groups[1].refused_since_ns != 0);
+    assert_int_equal(channel->groups[1].ceiling_bundles,
+                     80); /* what is planned, till it is known */
+    /* The first two have captured while the third still takes memory: what they saw is too much. */
+    captured(0, 200);
+    captured(1, 150);
+    steps();
+    assert_int_equal(pool(), 15);
+    assert_false(step.formed[0]);
+    captured(2, 60);
+    steps();
+    assert_true(step.formed[0]);
+    assert_int_equal(pool(), 15 + 60 - 3);
+    assert_int_equal(channel->pools[0].observed_bytes, 72 * 16);
+    assert_int_equal(kv_group_command(&channel->groups[1]).bundles, 40); /* met at once */
+    assert_int_equal(channel->groups[1].ceiling_bundles, 72 - 10);
+    steps();
+    assert_false(step.formed[0]); /* once */
+}
+
+static void a_pool_is_never_more_than_planned(void **state)
+{
+    begin();
+    for (uint32_t p = 0; p < 3; p++)
+        kv_partition_capture(&channel->partitions[p], UINT64_MAX, ++now);
+    steps();
+    assert_int_equal(pool(), POOL);
+}
+
+static void a_device_that_is_full_leaves_the_floors(void **state)
+{
+    begin();
+    for (uint32_t p = 0; p < 3; p++)
+        captured(p, 0);
+    steps();
+    assert_true(step.formed[0]);
+    assert_int_equal(pool(), 15);
+    assert_int_equal(channel->groups[0].ceiling_bundles, 5);
+    report(1, 5, 6);
+    steps();
+    assert_int_equal(channel->groups[1].command >> 32, 1);
+}
+
+/* Who is not there yet will take its memory; when it has come, what is there is looked at again. */
+static void models_that_come_later_are_counted(void **state)
+{
+    kv_market_start(&market, 0, 0);
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    captured(0, 90);
+    captured(1, 90);
+    steps();
+    assert_int_equal(pool(), 10 + 90 - 3 - 20);
+    report(0, 5, 20);
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    assert_int_equal(charged(), 45);
+    kv_market_start(&market, 1, 0);
+    steps();
+    answer(2, 0);
+    steps();
+    assert_int_equal(pool(), 77); /* it loads */
+    captured(2, 20);
+    steps();
+    assert_int_equal(pool(), 45 + 20 - 3); /* it took more than planned */
+}
+
+static void an_observation_before_memory_moved_is_left_out(void **state)
+{
+    begin();
+    for (uint32_t p = 0; p < 3; p++)
+        captured(p, 60);
+    steps();
+    assert_int_equal(pool(), 72);
+    kv_market_leave(&market, 1);
+    kv_market_end(&market, 1);
+    kv_market_start(&market, 1, 0);
+    steps();
+    answer(2, 0);
+    steps();
+    captured(2, 80);
+    report(0, 5, 20);
+    market.settings.observe = false; /* the daemon is late to look */
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    market.settings.observe = true;
+    steps();
+    assert_int_equal(pool(), 72);
+    assert_false(step.formed[0]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -501,6 +629,12 @@ int main(void)
                                         done),
         cmocka_unit_test_setup_teardown(trims_wait_for_their_turn, fresh, done),
         cmocka_unit_test_setup_teardown(refusals_and_squeezes_are_told, fresh, done),
+        cmocka_unit_test_setup_teardown(nobody_grows_before_all_have_captured, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(a_pool_is_never_more_than_planned, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(a_device_that_is_full_leaves_the_floors, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(models_that_come_later_are_counted, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(an_observation_before_memory_moved_is_left_out, fresh_gpu,
+                                        done),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
