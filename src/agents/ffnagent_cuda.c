@@ -300,9 +300,8 @@ static void start_done(void *context, xp_status_t status, const char *error)
         participant_fail(self->participant, error);
         return;
     }
-    if (stage_ffn_start(self->stage) != XP_OK ||
-        ffn_cuda_runtime_stats(self->runtime, &stats) != XP_OK ||
-        event_add(self->on_look, &period) != 0) {
+    if (ffn_cuda_runtime_stats(self->runtime, &stats) != XP_OK ||
+        stage_ffn_start(self->stage) != XP_OK || event_add(self->on_look, &period) != 0) {
         give_up(self);
         return;
     }
@@ -434,6 +433,8 @@ static void try_detach(ffnagent_t *self, uint32_t instance)
                              : XP_OK;
     if (status == XP_TIMEOUT && xp_monotonic_ns() < self->detach_until_ns[instance])
         return;
+    if (status == XP_CLOSED && self->finalizing)
+        status = XP_OK; /* the scheduler has left in order: nothing is in flight */
     self->attached &= ~bit;
     self->dropped &= ~bit;
     if (self->detaching & bit)

@@ -22,6 +22,7 @@
 #include "control/daemon_private.h"
 #include "control/gpus.h"
 #include "cuda/mps.h"
+#include "cuda/mps_watch.h"
 #include "stage/stage.h"
 #include "transport/cuda_life.h"
 
@@ -51,8 +52,8 @@ struct daemon_plane {
     uint32_t next_life;
     mps_t *mps;
     struct event *on_mps_death;
+    mps_watch_t *mps_watch;
     bool mps_answers;
-    uint64_t mps_looked_ns;
     char mps_problem[200];
     int stages[FABRIC_MAX_FFN][CONFIG_MAX_MODELS];
     int partials[FABRIC_MAX_FFN][CONFIG_MAX_MODELS];
@@ -96,20 +97,15 @@ static xp_status_t start_mps(daemon_plane_t *plane)
     if (!plane->on_mps_death || event_add(plane->on_mps_death, NULL) != 0)
         return xp_fail(XP_NO_MEMORY, "no memory to watch the MPS controller");
     plane->mps_answers = true; /* mps_start() has asked */
-    plane->mps_looked_ns = xp_monotonic_ns();
-    return XP_OK;
+    return mps_watch_create(plane->mps, MPS_LOOK_NS, &plane->mps_watch);
 }
 
 void daemon_plane_tick(daemon_t *daemon)
 {
     daemon_plane_t *plane = daemon->plane;
-    if (!plane || !plane->mps || daemon->failed)
+    if (!plane || !plane->mps_watch || daemon->failed)
         return;
-    uint64_t now = xp_monotonic_ns();
-    if (plane->mps_answers && now - plane->mps_looked_ns < MPS_LOOK_NS)
-        return;
-    plane->mps_looked_ns = now;
-    plane->mps_answers = mps_check(plane->mps) == XP_OK;
+    plane->mps_answers = mps_watch_look(plane->mps_watch) == XP_OK;
     if (!plane->mps_answers)
         snprintf(plane->mps_problem, sizeof(plane->mps_problem), "%.199s", xp_error_last()->text);
 }
@@ -159,6 +155,7 @@ void daemon_plane_stop(daemon_t *daemon)
         return;
     if (plane->on_mps_death)
         event_free(plane->on_mps_death);
+    mps_watch_destroy(plane->mps_watch);
     if (plane->mps && mps_stop(plane->mps) != XP_OK)
         xp_log_warn("%s", xp_error_last()->text);
     mps_destroy(plane->mps);

@@ -53,6 +53,6 @@ xp_status_t gpus_memory_hand_on(const config_t *config);
  * has no cuda:index. */
 xp_status_t gpus_memory_parse(const char *json, uint32_t index, uint64_t *bytes_out);
 /* This program can be asked: it is `xpool` itself (called by the command line program, not by the
- * library inside somebody else's process). */
-void gpus_ask_own_program(void);
+ * library inside somebody else's process). `limit_ns`: how long it may take; 0: 30 s. */
+void gpus_ask_own_program(uint64_t limit_ns);
 #endif

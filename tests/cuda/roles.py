@@ -192,6 +192,25 @@ def life(arguments, folder, scene):
         end(system)
 
 
+def last_detach(arguments, folder, scene):
+    """The scheduler still executes for an Instance that died, and leaves at the ordered end: no failure."""
+    os.environ["XPOOL_FAKE_BUSY"] = "1"
+    try:
+        system = start(arguments, folder, scene)
+    finally:
+        del os.environ["XPOOL_FAKE_BUSY"]
+    try:
+        [first] = serve(arguments, system, scene, "first")
+        system.processes.pop(first).kill()
+        clean, words = system.down()
+        for name, process in system.processes.items():
+            code = process.wait(timeout=20)
+            check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
+        check(clean, words)
+    finally:
+        end(system)
+
+
 def failure(arguments, folder, scene):
     system = start(arguments, folder, scene)
     try:
@@ -261,6 +280,7 @@ def main():
         ("members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
         ("ranks", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2)),
         ("relay", life, dict(shared, provider="p2p-relay")),
+        ("last detach", last_detach, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1)),
         ("failure", failure, shared),
         ("nvshmem", life, dict(shared, provider="nvshmem")),
         ("nvshmem idle", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=1, provider="nvshmem")),

@@ -159,9 +159,8 @@ typedef struct ffn_cuda_command {
     uint64_t pad;
 } ffn_cuda_command_t;
 
-/* What one Invocation was, in mapped host memory. */
+/* What one Invocation was. */
 typedef struct ffn_cuda_record {
-    uint64_t index;               /* 1, 2, ...; published last */
     uint64_t end_ns, duration_ns; /* of the device's clock */
     uint64_t ticket;
     uint32_t layer, rows,
@@ -169,15 +168,24 @@ typedef struct ffn_cuda_record {
     uint16_t instance, rank;
     uint16_t lane, graph_template; /* of the resident kernel: 0xffff both */
     uint8_t kind, resident;
-    uint8_t reserved[10];
 } ffn_cuda_record_t;
+
+/* A place of the ring of records, in mapped host memory, one cache line. It is written again
+ * whether it was read or not, so each word says in its low byte of which round of the ring it is:
+ * a reader sees what is mixed, in whatever order the words become visible. */
+#define FFN_CUDA_RECORD_WORDS 6
+typedef struct ffn_cuda_record_place {
+    uint64_t index; /* 1, 2, ... of the record; published last */
+    uint64_t words[FFN_CUDA_RECORD_WORDS];
+    uint64_t pad;
+} ffn_cuda_record_place_t;
 
 /* Counters and records of a device's Invocations, in device memory. */
 typedef struct ffn_cuda_counters {
     uint64_t invocations, rows, busy_ns; /* fired by the host */
     uint64_t resident_invocations, resident_rows, resident_busy_ns;
-    uint64_t records_taken;     /* records begun */
-    ffn_cuda_record_t *records; /* [record_capacity] in mapped host memory, or NULL */
+    uint64_t records_taken;           /* records begun */
+    ffn_cuda_record_place_t *records; /* [record_capacity] in mapped host memory, or NULL */
     uint64_t record_capacity;
     uint64_t reserved[7];
 } ffn_cuda_counters_t;

@@ -64,12 +64,33 @@ static int fake_mps(int argc, char **argv)
             pause();
     }
     FILE *file = fopen(path, "r");
+    snprintf(path, sizeof(path), "%s/hangs", getenv("CUDA_MPS_PIPE_DIRECTORY"));
+    if (access(path, F_OK) == 0) {
+        alarm(60);
+        for (;;)
+            pause();
+    }
     if (!file || fscanf(file, "%d", &controller) != 1 || kill(controller, 0) != 0 ||
         !fgets(line, sizeof(line), stdin))
         return 1;
     if (strncmp(line, "quit", 4) == 0)
         kill(controller, SIGKILL);
     return 0;
+}
+
+/* ---- the fake `xpool devices --json` ----------------------------------------------------------
+ */
+
+/* Never ends by itself. */
+static int fake_devices(void)
+{
+    alarm(60);
+    if (!getenv("TEST_MUTE")) {
+        printf("{\"devices\": [{\"device\": \"cuda:0\", \"memory_bytes\": 4096}]}\n");
+        fclose(stdout);
+    }
+    pause();
+    return 1;
 }
 
 /* ---- plans ------------------------------------------------------------------------------------
@@ -898,6 +919,48 @@ static void an_agent_that_cannot_let_go_ends_the_generation(void **state)
     assert_int_equal(wait_daemon(&f), 1);
 }
 
+/* It is asked beside the event loop, which goes on. */
+static void a_controller_that_hangs_holds_up_nobody(void **state)
+{
+    fixture_t f;
+    char path[PATH_MAX];
+    start(&f, "'cuda:0'", 1, "", "");
+    snprintf(path, sizeof(path), "%s/mps/cuda-0/pipe/hangs", scratch);
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    fclose(file);
+    uint64_t longest_ns = 0, until_ns = xp_monotonic_ns() + PATIENCE_NS;
+    for (bool told = false; !told;) {
+        uint64_t began_ns = xp_monotonic_ns();
+        assert_true(began_ns < until_ns);
+        xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+        assert_int_equal(client_ask(f.config, "test", &question, xpw_Envelope_verdict_tag,
+                                    5 * XP_NS_PER_S, &answer),
+                         XP_OK);
+        if (xp_monotonic_ns() - began_ns > longest_ns)
+            longest_ns = xp_monotonic_ns() - began_ns;
+        for (pb_size_t i = 0; i < answer.body.verdict.reasons_count; i++)
+            told = told || strstr(answer.body.verdict.reasons[i], "did not answer");
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+    assert_true(longest_ns < 700 * XP_NS_PER_MS);
+    assert_int_equal(unlink(path), 0);
+    executable(&f);
+    wait_verdict(&f, "model m: its Instance is not registered");
+    until_ns = xp_monotonic_ns() + PATIENCE_NS;
+    for (bool told = true; told;) { /* it answers again */
+        xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+        assert_int_equal(client_ask(f.config, "test", &question, xpw_Envelope_verdict_tag,
+                                    5 * XP_NS_PER_S, &answer),
+                         XP_OK);
+        told = answer.body.verdict.reasons_count > 1;
+        assert_true(xp_monotonic_ns() < until_ns);
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
 static void without_mps_there_is_no_daemon(void **state)
 {
     fixture_t f = {.atn_count = 1};
@@ -911,8 +974,26 @@ static void without_mps_there_is_no_daemon(void **state)
     config_destroy(f.config);
 }
 
+/* Neither for its answer nor, once that is there, for its end. */
+static void nobody_waits_for_the_driver_without_a_limit(void **state)
+{
+    uint64_t bytes = 0, began_ns = xp_monotonic_ns();
+    config_t *config = deployment("'cuda:0'", "'cuda:1'", "devices.'cuda:1'.memory = '1GiB'\n", "");
+    gpus_ask_own_program(500 * XP_NS_PER_MS);
+    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_OK);
+    assert_true(bytes == 4096);
+    setenv("TEST_MUTE", "1", 1);
+    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_UNSUPPORTED);
+    assert_non_null(strstr(xp_error_last()->text, "did not answer within 0.5 s"));
+    unsetenv("TEST_MUTE");
+    assert_true(xp_monotonic_ns() - began_ns < 5 * XP_NS_PER_S);
+    config_destroy(config);
+}
+
 int main(int argc, char **argv)
 {
+    if (argc > 1 && strcmp(argv[1], "devices") == 0)
+        return fake_devices();
     const char *name = strrchr(argv[0], '/');
     if (strcmp(name ? name + 1 : argv[0], MPS_CONTROL_PROGRAM) == 0)
         return fake_mps(argc, argv);
@@ -929,7 +1010,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(agents_of_a_symmetric_heap_join_with_one_id),
         cmocka_unit_test(an_atnagent_that_dies_while_arenas_are_attached_is_the_failure),
         cmocka_unit_test(an_agent_that_cannot_let_go_ends_the_generation),
+        cmocka_unit_test(a_controller_that_hangs_holds_up_nobody),
         cmocka_unit_test(without_mps_there_is_no_daemon),
+        cmocka_unit_test(nobody_waits_for_the_driver_without_a_limit),
     };
     char own[PATH_MAX], link[PATH_MAX], path[8192], command[512];
     unsetenv("XPOOL_UNDER_UP");
