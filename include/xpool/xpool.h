@@ -12,7 +12,8 @@
  *   xpool_rank_wait_executable FFN weights are in place, the arena is attached
  *   xpool_rank_ffn             any number of calls, from one thread at a time; on a GPU they are
  *                              queued on the caller's stream, xpool_rank_live says which rows count
- *                              when a captured graph is replayed, xpool_rank_finish how they ended
+ *                              when a captured graph is replayed, xpool_rank_mark and _look (or
+ *                              _finish) how they ended
  *   xpool_rank_serving         past the initialisation barrier: the model counts as served
  *   xpool_rank_close           says goodbye, gives the arena back
  *
@@ -207,6 +208,14 @@ XPOOL_API xpool_status_t xpool_rank_live(xpool_rank_t *rank, const xpool_live_t 
  * all outputs are right; XPOOL_RETRY: the device did not tell within `timeout_seconds`. */
 XPOOL_API xpool_status_t xpool_rank_finish(xpool_rank_t *rank, double timeout_seconds);
 
+/* GPU: remembers, in the order of `stream` and without waiting, how the calls before it ended. Not
+ * while the stream captures. The last 64 marks are kept. */
+XPOOL_API xpool_status_t xpool_rank_mark(xpool_rank_t *rank, void *stream, uint64_t *mark_out);
+/* GPU: what a mark says, once its stream has passed it (the caller has waited for an event behind
+ * it); costs one load where all is well. XPOOL_OK: all outputs before it are right; XPOOL_RETRY: it
+ * has not been passed. */
+XPOOL_API xpool_status_t xpool_rank_look(xpool_rank_t *rank, uint64_t mark);
+
 typedef struct xpool_rank_state {
     uint32_t struct_bytes;
     uint32_t max_rows, hidden;
@@ -215,6 +224,11 @@ typedef struct xpool_rank_state {
     uint64_t ffn_calls, ffn_rows;
     uint64_t ffn_wait_ns; /* total time spent waiting for answers */
     char failure[512];    /* why, when it ended by failure */
+    /* On a GPU, since xpool_rank_serving (before it: since the beginning); ffn_calls and ffn_rows
+     * are then those that the device has executed, rows being live ones. */
+    uint64_t eager_decode_calls, eager_prefill_calls; /* queued one by one, outside graphs */
+    uint64_t replayed_calls;                          /* executed by replayed graphs */
+    uint64_t captured_calls;                          /* in graphs, all that were captured */
 } xpool_rank_state_t;
 XPOOL_API void xpool_rank_state(const xpool_rank_t *rank, xpool_rank_state_t *state_out);
 

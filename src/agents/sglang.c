@@ -155,8 +155,14 @@ static void build_command(const config_t *config, const config_model_t *model,
     add_option(command, "--log-level", level_name(config->logging.level));
     add_option(command, "--log-level-http", "warning");
     add(command, "--skip-server-warmup");
-    if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA)
+    /* Its kernels wait for those of other ranks, and know nothing of life words. */
+    if (plan->ranks > 1)
+        add(command, "--disable-custom-all-reduce");
+    if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA) {
         add_option(command, "--device", "cuda");
+        if (plan->kv_elastic) /* its layers are strided, which other backends do not expect */
+            add_option(command, "--attention-backend", "triton");
+    }
     if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CPU) {
         add_option(command, "--device", "cpu");
         add_option(command, "--attention-backend", "torch_native");
@@ -164,8 +170,6 @@ static void build_command(const config_t *config, const config_model_t *model,
         add_option(command, "--grammar-backend", "none");
         add(command, "--disable-cuda-graph");
         add(command, "--disable-overlap-schedule");
-        if (plan->ranks > 1)
-            add(command, "--disable-custom-all-reduce");
     }
     for (uint32_t i = 0; i < model->engine_arg_count; i++)
         add(command, model->engine_args[i]);

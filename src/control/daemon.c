@@ -480,6 +480,7 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
     if (!daemon->failed)
         daemon_fail_from_fabric(daemon);
     daemon_drop_silent(daemon);
+    daemon_participants_admit_waiting(daemon);
     daemon_plane_tick(daemon);
     daemon_status_probe(daemon);
     daemon_advance(daemon);
@@ -530,8 +531,10 @@ static xp_status_t daemon_start(daemon_t *daemon)
                              FABRIC_PE_OBSERVER, &daemon->fabric));
     }
     XP_TRY(daemon_kv_start(daemon));
-    XP_TRY(wire_listen(config->daemon.socket, &daemon->listener, &daemon->lock));
+    /* Whoever sees the daemon may open its GPU: the MPS controller is there before. */
+    XP_TRY(wire_claim(config->daemon.socket, &daemon->lock));
     XP_TRY(daemon_plane_start(daemon));
+    XP_TRY(wire_open(config->daemon.socket, &daemon->listener));
     daemon->on_accept =
         event_new(daemon->base, daemon->listener, EV_READ | EV_PERSIST, daemon_on_accept, daemon);
     /* What removing the signal events restores: ending is not cut short by one more signal. */

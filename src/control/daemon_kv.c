@@ -85,6 +85,7 @@ static void on_process_end(evutil_socket_t fd, short events, void *context)
     daemon_kv_t *kv = process->kv;
     process_ended(kv, process->partition);
     work(kv);
+    event_active(kv->daemon->on_tick, EV_TIMEOUT, 0); /* its successor may wait */
 }
 
 static bool has_ended(const daemon_kv_process_t *process)
@@ -358,6 +359,8 @@ void daemon_kv_stop(daemon_t *daemon)
 
 static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *ask)
 {
+    kv_market_size_t sizes[KV_MAX_GROUPS];
+    uint32_t count = 0;
     for (uint32_t g = 0; g < kv->market.plan.group_count; g++) {
         const kv_group_entry_t *plan = &kv->market.plan.groups[g];
         if (plan->instance != model)
@@ -370,9 +373,9 @@ static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *a
             floor = (uint32_t)(((uint64_t)ask->floor_tokens + unit - 1) / unit);
         if (ask->has_ceiling)
             ceiling = (uint32_t)(((uint64_t)ask->ceiling_tokens + unit - 1) / unit);
-        XP_TRY(kv_market_set(&kv->market, g, floor, ceiling));
+        sizes[count++] = (kv_market_size_t){g, floor, ceiling};
     }
-    return XP_OK;
+    return kv_market_set(&kv->market, sizes, count);
 }
 
 static xp_status_t trim_models(daemon_kv_t *kv, const config_model_t *model, uint32_t *done_out)

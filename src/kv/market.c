@@ -550,35 +550,64 @@ static void publish_ceiling(kv_market_t *market, uint32_t g)
     market->groups[g].ring_wanted = true;
 }
 
-xp_status_t kv_market_set(kv_market_t *market, uint32_t g, uint32_t floor_bundles,
-                          uint32_t ceiling_bundles)
+static xp_status_t check_size(const kv_market_t *market, const kv_market_size_t *size)
 {
-    kv_policy_group_t *group = book(market, g);
-    const kv_group_entry_t *plan = plan_of(market, g);
+    const kv_group_entry_t *plan = plan_of(market, size->group);
     if (!plan->elastic)
         return xp_fail(
             XP_UNSUPPORTED,
             "its KV Cache has a fixed size; only elastic ones can be set while they run");
-    if (floor_bundles < 1 || floor_bundles > ceiling_bundles ||
-        ceiling_bundles > plan->reserved_bundles)
+    if (size->floor_bundles < 1 || size->floor_bundles > size->ceiling_bundles ||
+        size->ceiling_bundles > plan->reserved_bundles)
         return xp_fail(XP_INVALID,
                        "a floor of %llu and a ceiling of %llu tokens; allowed are 1 <= floor <= "
                        "ceiling <= %llu (the ceiling it was started with)",
-                       (unsigned long long)floor_bundles * plan->bundle_tokens,
-                       (unsigned long long)ceiling_bundles * plan->bundle_tokens,
+                       (unsigned long long)size->floor_bundles * plan->bundle_tokens,
+                       (unsigned long long)size->ceiling_bundles * plan->bundle_tokens,
                        (unsigned long long)plan->reserved_bundles * plan->bundle_tokens);
-    uint32_t most = kv_market_possible_bundles(market, g);
-    if (floor_bundles > most)
-        return xp_fail(XP_NO_MEMORY,
-                       "a floor of %llu tokens; with the floors of the others its devices have "
-                       "room for %llu at most",
-                       (unsigned long long)floor_bundles * plan->bundle_tokens,
-                       (unsigned long long)most * plan->bundle_tokens);
-    group->floor_wanted = floor_bundles;
-    if (floor_bundles < group->floor_bundles)
-        group->floor_bundles = floor_bundles;
-    group->ceiling_bundles = ceiling_bundles;
-    PROTOCOL_STORE_RELEASE(&entry_of(market, g)->floor_bundles, floor_bundles);
+    return XP_OK;
+}
+
+/* Whether all floors fit their pools together. */
+static xp_status_t check_floors(const kv_market_t *market, const kv_market_size_t *sizes,
+                                uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        const kv_group_entry_t *plan = plan_of(market, sizes[i].group);
+        uint32_t most = kv_market_possible_bundles(market, sizes[i].group);
+        if (sizes[i].floor_bundles > most)
+            return xp_fail(XP_NO_MEMORY,
+                           "a floor of %llu tokens; with the floors of the others its devices have "
+                           "room for %llu at most",
+                           (unsigned long long)sizes[i].floor_bundles * plan->bundle_tokens,
+                           (unsigned long long)most * plan->bundle_tokens);
+    }
+    return XP_OK;
+}
+
+xp_status_t kv_market_set(kv_market_t *market, const kv_market_size_t *sizes, uint32_t count)
+{
+    kv_policy_group_t before[KV_MAX_GROUPS];
+    XP_ASSERT(count <= KV_MAX_GROUPS);
+    for (uint32_t i = 0; i < count; i++)
+        XP_TRY(check_size(market, &sizes[i]));
+    for (uint32_t i = 0; i < count; i++) {
+        kv_policy_group_t *group = book(market, sizes[i].group);
+        before[i] = *group;
+        group->floor_wanted = sizes[i].floor_bundles;
+        if (sizes[i].floor_bundles < group->floor_bundles)
+            group->floor_bundles = sizes[i].floor_bundles;
+        group->ceiling_bundles = sizes[i].ceiling_bundles;
+    }
+    xp_status_t status = check_floors(market, sizes, count);
+    if (status != XP_OK) {
+        for (uint32_t i = 0; i < count; i++)
+            *book(market, sizes[i].group) = before[i];
+        return status;
+    }
+    for (uint32_t i = 0; i < count; i++)
+        PROTOCOL_STORE_RELEASE(&entry_of(market, sizes[i].group)->floor_bundles,
+                               sizes[i].floor_bundles);
     for (uint32_t other = 0; other < market->snapshot.group_count; other++)
         if (plan_of(market, other)->elastic)
             publish_ceiling(market, other);

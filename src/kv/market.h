@@ -101,9 +101,12 @@ void kv_market_end(kv_market_t *market, uint32_t group);
 /* Everything that is due at now_ns. Cheap when nothing changed. */
 void kv_market_step(kv_market_t *market, uint64_t now_ns, kv_market_step_t *step_out);
 
-/* Live changes, in bundles. XP_INVALID says what is allowed. Take effect at the next step. */
-xp_status_t kv_market_set(kv_market_t *market, uint32_t group, uint32_t floor_bundles,
-                          uint32_t ceiling_bundles);
+/* Live changes, in bundles: of all these groups, each named once, or of none. XP_INVALID and
+ * XP_NO_MEMORY say what is allowed. Take effect at the next step. */
+typedef struct kv_market_size {
+    uint32_t group, floor_bundles, ceiling_bundles;
+} kv_market_size_t;
+xp_status_t kv_market_set(kv_market_t *market, const kv_market_size_t *sizes, uint32_t count);
 /* At the next step at which no command is open: shrink to what live requests use, and drop the
  * prefix cache. XP_RETRY while the group is not PRESENT, XP_UNSUPPORTED when it is not elastic. */
 xp_status_t kv_market_trim(kv_market_t *market, uint32_t group);

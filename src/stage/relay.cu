@@ -95,21 +95,13 @@ struct relay_handler_t {
         }
         __syncwarp();
         if (view.lane == 0) {
-            for (uint32_t left = group; left; left &= left - 1) {
-                stage_line_t *line = (stage_line_t *)slot->line[__ffs(left) - 1];
-                line->slo_deadline_ns = view.request.slo_deadline_ns;
-                line->layer = view.request.layer;
-                line->rows = view.request.rows;
-                line->kind = view.request.kind;
-                line->reserved = 0;
-                for (uint32_t i = 0; i < MAILBOX_MAX_DP; i++)
-                    line->dp_rows[i] = slot->dp > 1 ? view.request.dp_rows[i]
-                                       : i          ? 0
-                                                    : view.request.rows;
-            }
+            stage_line_t value = view.request;
+            for (uint32_t i = 0; slot->dp == 1 && i < MAILBOX_MAX_DP; i++)
+                value.dp_rows[i] = i ? 0 : value.rows;
             for (uint32_t left = group; left; left &= left - 1)
-                stage_line_publish((stage_line_t *)slot->line[__ffs(left) - 1],
-                                   view.request.sequence);
+                stage_line_fill((stage_line_t *)slot->line[__ffs(left) - 1], &value);
+            for (uint32_t left = group; left; left &= left - 1)
+                stage_line_publish((stage_line_t *)slot->line[__ffs(left) - 1], &value);
         }
         return TRANSPORT_SERVE_PENDING;
     }

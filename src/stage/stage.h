@@ -172,6 +172,9 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
                               cuda_stream_t stream);
 xp_status_t stage_client_finish(stage_client_t *client, uint64_t deadline_ns);
 xp_status_t stage_client_close(stage_client_t *client, xp_status_t reason);
+/* Copies the client's state into pinned host memory, in the order of `stream`. */
+xp_status_t stage_client_state_copy(const stage_client_t *client, transport_device_state_t *to,
+                                    cuda_stream_t stream);
 /* For tests and for launches of the caller's own: where a put of `layer` goes, and what answers it
  * (members with partials, bits; 0: the response). */
 struct stage_put;

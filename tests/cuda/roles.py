@@ -50,10 +50,12 @@ def instance(arguments):
         rank.begin_step(ranks.DECODE, rows=3)
         for layer in range(info.layers):
             assert rank.queue_ffn(layer, 4, ranks.BF16, at, at, 0) == ranks.OK, rank.error(0)
+        rank.look(rank.mark(0))
     rank.finish()
     assert rank.queue_ffn(0, 4, ranks.F32, at, at, 0) == ranks.INVALID
-    assert rank.state().ffn_calls >= 3 * info.layers
+    assert rank.state().eager_decode_calls == 3 * info.layers, rank.state()
     rank.serving("", 0, 0, 0, 0, info.max_context)
+    assert rank.state().ffn_calls == 0, rank.state()  # from here on it counts anew
     (folder / f"{arguments.instance}.{arguments.rank}.ready").touch()
     while not (folder / "close").exists() and not ended:
         time.sleep(0.01)

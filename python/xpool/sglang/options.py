@@ -133,6 +133,10 @@ def deployment(arguments):
 
     if arguments.max_running_requests is None:
         arguments.max_running_requests = info.decode_rows * dp
+    if arguments.device == "cuda":
+        from xpool.sglang import cuda
+
+        cuda.check_arguments(arguments, info, dp)
     if arguments.device == "cpu" or info.kv_elastic:
         # KV memory changes hands between steps; on a CPU they do not overlap anyway.
         arguments.disable_overlap_schedule = True

@@ -25,6 +25,7 @@
 #define FFN_CUDA_QUEUE_ENTRIES  64u
 #define FFN_CUDA_MAX_PARTIALS   16u
 #define FFN_CUDA_MAX_BLOCKS     256u /* of the decode grid */
+#define FFN_CUDA_TRACE_MARKS    8u
 #define FFN_CUDA_SHARE_ONE      (1u << 20)
 #define FFN_CUDA_TILE_ROWS      128u /* rows of one tile of the grouped GEMM */
 
@@ -94,6 +95,11 @@ typedef struct ffn_cuda_workspace {
      * ffn_cuda_shares_adjust(). */
     uint32_t (*shares)[FFN_CUDA_MAX_BLOCKS + 1];
     uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
+    /* NULL, or [FFN_CUDA_TRACE_MARKS]: to each mark every block adds the nanoseconds since it saw
+     * the command: its words read, logits written, all logits seen, experts known, gate and up
+     * done, all activations seen, down done, rows visible. Only for measuring; the resident
+     * kernels. */
+    uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS];
     float *logits;            /* [rows][experts] */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
@@ -137,8 +143,9 @@ typedef struct ffn_cuda_lane {
  * writer (the Coordinator) fills entries in order; every block of the kernel reads each. Entry n
  * (from 0) is at n % FFN_CUDA_QUEUE_ENTRIES and is live when its sequence is n + 1. The writer may
  * fill it once answered >= n + 1 - FFN_CUDA_QUEUE_ENTRIES, and publishes it by compare-and-swap
- * from the value that it found there: a block that sees `stop` swaps FFN_CUDA_QUEUE_LEFT into the
- * entry that it waits for, so that all blocks leave before the same command or all execute it. */
+ * from what the round before has left there: a block that sees `stop` swaps FFN_CUDA_QUEUE_LEFT
+ * into the entry that it waits for, so that all blocks leave before the same command or all execute
+ * it. */
 #define FFN_CUDA_QUEUE_LEFT (~(uint64_t)0)
 
 typedef struct ffn_cuda_command {

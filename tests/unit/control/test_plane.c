@@ -54,7 +54,9 @@ static int fake_mps(int argc, char **argv)
     int controller = 0;
     snprintf(path, sizeof(path), "%s/control.pid", getenv("CUDA_MPS_PIPE_DIRECTORY"));
     if (argc > 1 && strcmp(argv[1], "-f") == 0) {
-        alarm(60); /* never outlives a broken test for long */
+        const char *delay = getenv("XPOOL_TEST_MPS_DELAY_MS"); /* tests/cuda/soak_on_device */
+        alarm(delay ? 120 : 60); /* never outlives a broken test for long */
+        usleep(delay ? (useconds_t)strtoul(delay, NULL, 10) * 1000 : 0);
         FILE *file = fopen(path, "w");
         fprintf(file, "%d %s\n", (int)getpid(), getenv("CUDA_VISIBLE_DEVICES"));
         fclose(file);

@@ -258,7 +258,7 @@ static int fake_cuLaunchKernel(cuda_function_t function, unsigned gx, unsigned g
                                cuda_stream_t stream, void **parameters, void **extra)
 {
     FAKE_CALL(cuLaunchKernel);
-    static fake_launch_t launch;
+    static _Thread_local fake_launch_t launch;
     memset(&launch, 0, sizeof(launch));
     launch.kernel = (const fake_kernel_t *)function;
     launch.blocks = gx * gy * gz;

@@ -91,6 +91,11 @@ static ffn_cuda_answer_t *scene_fill(scene_t *scene, uint32_t lane, uint32_t mod
     return own->answer;
 }
 
+static bool scene_post(scene_t *scene, uint32_t lane, uint64_t *word, uint64_t value)
+{
+    return ffn_cuda_command_post(scene->dispatch, &scene->poster, lane, scene->ticket, word, value);
+}
+
 /* Until `done`; false after the limit or once the runtime has failed. */
 static bool scene_done(scene_t *scene, uint32_t lane)
 {
@@ -351,7 +356,7 @@ static void test_lease(void **state)
             uint64_t word = 0;
             scene_fill(&scene, i % 2, 0, i % 3, i % 4, in, out, NULL);
             assert_true(ffn_cuda_lease_look(scene.dispatch, &scene.poster));
-            assert_true(ffn_cuda_command_post(scene.dispatch, &scene.poster, i % 2, &word, i + 1));
+            assert_true(scene_post(&scene, i % 2, &word, i + 1));
             assert_true(scene_done(&scene, i % 2));
             assert_int_equal(word, i + 1);
         }
@@ -364,7 +369,7 @@ static void test_lease(void **state)
         assert_int_equal(stats.resident_invocations, before + 200);
         /* The same rows, fired by the host: the lease is given up for it. */
         scene_fill(&scene, 0, 0, 2, 3, in, out, NULL);
-        assert_true(ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0));
+        assert_true(scene_post(&scene, 0, NULL, 0));
         assert_true(scene_done(&scene, 0));
         scene_fill(&scene, 1, 0, 2, 17, in, again, NULL);
         ffn_cuda_request_post(scene.dispatch, &scene.poster, 1, 0);
@@ -375,8 +380,7 @@ static void test_lease(void **state)
     uint32_t fired = 0;
     for (const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;; fired++) {
         scene_fill(&scene, 0, 0, 2, 1, in, out, NULL);
-        if (ffn_cuda_lease_look(scene.dispatch, &scene.poster) &&
-            ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0))
+        if (ffn_cuda_lease_look(scene.dispatch, &scene.poster) && scene_post(&scene, 0, NULL, 0))
             break;
         ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
         assert_true(scene_done(&scene, 0));
@@ -406,7 +410,7 @@ static void test_lease(void **state)
     assert_true(xp_monotonic_ns() - start < XP_NS_PER_S);
     /* The kernel has left: a late command is refused. */
     scene_fill(&scene, 0, 0, 0, 1, in, out, NULL);
-    assert_false(ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0));
+    assert_false(scene_post(&scene, 0, NULL, 0));
     scene_close(&scene);
     free(x);
     free(in);

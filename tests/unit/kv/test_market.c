@@ -57,6 +57,12 @@ static int done(void **state)
     return 0;
 }
 
+static xp_status_t set(uint32_t group, uint32_t floor, uint32_t ceiling)
+{
+    const kv_market_size_t size = {group, floor, ceiling};
+    return kv_market_set(&market, &size, 1);
+}
+
 static void steps(void)
 {
     now += MS;
@@ -340,7 +346,7 @@ static void what_a_rank_writes_over_constants_is_nobodys_harm(void **state)
     answer(2, 0);
     steps();
     assert_int_equal(charged(), 10 + 60);
-    assert_int_equal(kv_market_set(&market, 1, 5, 81), XP_INVALID); /* its range ends at 80 */
+    assert_int_equal(set(1, 5, 81), XP_INVALID); /* its range ends at 80 */
     assert_int_equal(kv_market_possible_bundles(&market, 1), 80);
     kv_market_end(&market, 0);
     kv_market_start(&market, 0, 0);
@@ -352,35 +358,59 @@ static void what_a_rank_writes_over_constants_is_nobodys_harm(void **state)
 static void floors_and_ceilings_change_live(void **state)
 {
     begin();
-    assert_int_equal(kv_market_set(&market, 0, 0, 40), XP_INVALID);
-    assert_int_equal(kv_market_set(&market, 0, 6, 5), XP_INVALID);
-    assert_int_equal(kv_market_set(&market, 0, 5, 41), XP_INVALID);
+    assert_int_equal(set(0, 0, 40), XP_INVALID);
+    assert_int_equal(set(0, 6, 5), XP_INVALID);
+    assert_int_equal(set(0, 5, 41), XP_INVALID);
     assert_non_null(strstr(xp_error_last()->text, "640"));
-    assert_int_equal(kv_market_set(&market, 1, 80, 80), XP_OK); /* 10 remain for the other */
-    assert_int_equal(kv_market_set(&market, 0, 11, 40), XP_NO_MEMORY);
-    assert_int_equal(kv_market_set(&market, 1, 5, 80), XP_OK);
-    assert_int_equal(kv_market_set(&market, 0, 20, 40), XP_OK);
+    assert_int_equal(set(1, 80, 80), XP_OK); /* 10 remain for the other */
+    assert_int_equal(set(0, 11, 40), XP_NO_MEMORY);
+    assert_int_equal(set(1, 5, 80), XP_OK);
+    assert_int_equal(set(0, 20, 40), XP_OK);
     steps();
     assert_int_equal(kv_group_command(&channel->groups[0]).bundles, 20);
     answer(0, 0);
     answer(1, 0);
     steps();
-    assert_int_equal(kv_market_set(&market, 0, 5, 10), XP_OK);
+    assert_int_equal(set(0, 5, 10), XP_OK);
     steps();
     assert_int_equal(kv_group_command(&channel->groups[0]).bundles, 10);
+}
+
+static void sizes_are_set_together_or_not_at_all(void **state)
+{
+    begin();
+    /* The second has no room beside the first's new floor, or is nonsense: nothing has changed. */
+    const kv_market_size_t late[2] = {{0, 20, 30}, {1, 70, 80}};
+    assert_int_equal(kv_market_set(&market, late, 2), XP_NO_MEMORY);
+    assert_non_null(strstr(xp_error_last()->text, "room for 240"));
+    const kv_market_size_t wrong[2] = {{0, 20, 30}, {1, 70, 60}};
+    assert_int_equal(kv_market_set(&market, wrong, 2), XP_INVALID);
+    steps();
+    for (uint32_t g = 0; g < 2; g++) {
+        assert_int_equal(market.snapshot.groups[g].floor_wanted, 5);
+        assert_int_equal(market.snapshot.groups[g].floor_bundles, 5);
+        assert_int_equal(market.snapshot.groups[g].ceiling_bundles, g ? 80 : 40);
+        assert_int_equal(channel->groups[g].floor_bundles, 5);
+    }
+    /* Neither order alone would do: each floor fits only beside the other's new one. */
+    assert_int_equal(set(1, 70, 80), XP_OK);
+    const kv_market_size_t swap[2] = {{0, 40, 40}, {1, 20, 80}};
+    assert_int_equal(kv_market_set(&market, swap, 2), XP_OK);
+    assert_int_equal(market.snapshot.groups[0].floor_wanted, 40);
+    assert_int_equal(channel->groups[1].floor_bundles, 20);
 }
 
 static void floors_of_others_bound_a_ceiling(void **state)
 {
     begin();
-    assert_int_equal(kv_market_set(&market, 1, 80, 80), XP_OK);
+    assert_int_equal(set(1, 80, 80), XP_OK);
     steps();
     /* 20 of the pool are left, and each of its bundles takes two. */
     assert_int_equal(channel->groups[0].ceiling_bundles, 10);
     assert_true(step.ring[0]); /* who waits for more is told */
     steps();
     assert_false(step.ring[0]);
-    assert_int_equal(kv_market_set(&market, 1, 5, 80), XP_OK);
+    assert_int_equal(set(1, 5, 80), XP_OK);
     steps();
     assert_int_equal(channel->groups[0].ceiling_bundles, 40); /* as it was set */
     assert_true(step.ring[0]);
@@ -396,7 +426,7 @@ static void a_floor_of_somebody_absent_is_kept_once_it_is_free(void **state)
     answer(2, 0);
     steps();
     assert_int_equal(charged(), 90);
-    assert_int_equal(kv_market_set(&market, 0, 40, 40), XP_OK);
+    assert_int_equal(set(0, 40, 40), XP_OK);
     steps();
     assert_int_equal(charged(), 90); /* the other's requests live in it */
     report(1, 10, 0);
@@ -593,6 +623,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(what_a_rank_writes_over_constants_is_nobodys_harm, fresh,
                                         done),
         cmocka_unit_test_setup_teardown(floors_and_ceilings_change_live, fresh, done),
+        cmocka_unit_test_setup_teardown(sizes_are_set_together_or_not_at_all, fresh, done),
         cmocka_unit_test_setup_teardown(floors_of_others_bound_a_ceiling, fresh, done),
         cmocka_unit_test_setup_teardown(a_floor_of_somebody_absent_is_kept_once_it_is_free, fresh,
                                         done),

@@ -245,11 +245,8 @@ static void relay_round(uint32_t index)
                 memcpy((char *)(uintptr_t)own->input[f] + before * slot->row_bytes,
                        (char *)arena + slot->input_offset, request.rows * slot->row_bytes);
             stage_line_t *line = (stage_line_t *)(uintptr_t)own->line[f];
-            uint64_t sequence = request.sequence;
-            request.sequence = line->sequence;
-            *line = request;
-            request.sequence = sequence;
-            stage_line_publish(line, sequence);
+            stage_line_fill(line, &request);
+            stage_line_publish(line, &request);
         }
         return;
     }
@@ -741,7 +738,7 @@ static void test_failures(void **state)
     ok(make_all());
     stage_line_t *line = (stage_line_t *)schedulers[0].lines[0].line;
     line->layer = 99;
-    stage_line_publish(line, 1);
+    stage_line_publish(line, &(stage_line_t){.sequence = 1, .layer = 99});
     ok(stage_ffn_look(ffn[0], SOON, &dropped));
     assert_int_equal(dropped, 1);
     ok(stage_ffn_look(ffn[0], SOON, &dropped));
