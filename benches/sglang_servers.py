@@ -10,12 +10,14 @@ import ctypes
 import glob
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 
 import results
@@ -28,6 +30,9 @@ PR_SET_PDEATHSIG = 1
 PORTS = range(10500, 32000, 300)  # a server uses the next ones too
 BROKEN_PLUGIN = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply hooks")
 LOG_TAIL = 2500
+CACHES = pathlib.Path("/tmp/xpool-sglang-caches")
+CACHES_MOST_MIB = 15.5
+TRUSTED = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
 _GRAPHS = re.compile(r"Capture (cuda graph|piecewise CUDA graph) end\. Time elapsed: ([\d.]+) s")
 _BATCH = re.compile(r"(Decode|Prefill) batch.*cuda graph: (True|False)")
 _next_port = iter(())
@@ -70,8 +75,8 @@ class Gpus:
         "--mem-fraction-static 0.95 --device cuda --log-level info --log-level-http warning"
     ).split()
 
-    def __init__(self, site=None):
-        self.site = site
+    def __init__(self, site=None, caches=None):
+        self.site, self.caches = site, caches and Caches(caches)
         find_control()
 
     def environment(self):
@@ -85,6 +90,9 @@ class Gpus:
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
             "NVSHMEM_DISABLE_NVLS": "1",
         }
+        if self.caches:
+            more["TVM_FFI_CACHE_DIR"] = str(CACHES / "tvm-ffi")
+            more["TRITON_CACHE_DIR"] = str(CACHES / "triton")
         if self.site:
             more["PYTHONPATH"] = str(self.site)
             more["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (f"{self.site}/lib", os.environ.get("LD_LIBRARY_PATH"))))
@@ -126,6 +134,25 @@ class Gpus:
         return found + glob.glob(f"/tmp/xpool-mps-{os.getuid()}/*")
 
 
+class Caches:
+    """What SGLang and Triton compile at their first start, brought to a machine that starts bare and taken from
+    it. The folder has one place, since its files name each other."""
+
+    def __init__(self, archive):
+        if archive.exists() and not CACHES.exists():
+            with tarfile.open(archive) as packed:
+                packed.extractall(CACHES, **TRUSTED)
+        CACHES.mkdir(exist_ok=True)
+
+    def keep(self, archive):
+        with tarfile.open(archive, "w:gz", compresslevel=6) as packed:
+            packed.add(CACHES, ".")
+        size = archive.stat().st_size / 2**20
+        print(f"compiled kernels: {archive.name}, {size:.1f} MiB", flush=True)
+        if size > CACHES_MOST_MIB:
+            archive.unlink()
+
+
 class Cpus:
     """The rehearsal: the same flow with small checkpoints on CPU devices, no graphs."""
 
@@ -133,6 +160,7 @@ class Cpus:
     both = ["cpu:0", "cpu:1"], ["cpu:2"]
     dtype, start_s = "float32", 300
     more = {}
+    caches = None
     flags = (
         "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
         "--disable-cuda-graph --skip-server-warmup --disable-overlap-schedule --disable-radix-cache "

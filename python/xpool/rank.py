@@ -1,183 +1,191 @@
 # SPDX-License-Identifier: MIT
-"""Which kind of step the calls of one forward pass belong to, by when it should be done, and on a GPU how
-many of its rows are live and how the pass ended.
+"""An Instance Rank: registration with the daemon, and the FFN of a layer as one C call.
 
-On a GPU a pass may be a replayed graph, whose tensors are as long as when it was captured, and it is
-queued, not done, when SGLang's function returns. So before each pass the count of live rows is written
-on the stream that the pass will run on: by value, so that the next pass may be prepared while this one
-runs (overlap). Behind each pass a mark is put on the same stream; it is looked at where SGLang has
-waited for the pass's tokens anyway, and before it hands them out.
-
-Passes that SGLang makes up for warming up and capturing do not come by ModelRunner.forward: they are
-given all their rows here. What is captured reads the record of its replay.
+One thread at a time may call `ffn`; `on_end` is called on a thread of libxpool.
 """
 
-import time
+from collections import namedtuple
 
-import torch
+from xpool import native
 
-from xpool import ops, rank as ranks
-from xpool.sglang import failure, patch
+F32, F16, BF16 = range(3)
+DECODE, PREFILL, MIXED = range(3)
+EAGER, DECODE_GRAPH, PREFILL_GRAPH = range(3)
+END_FAILED, END_DRAIN, END_NOW = 1, 2, 3
+OK, TIMEOUT, CLOSED, INVALID, FAILED = 0, 2, 3, 4, 9
 
-_RUNNER = "sglang.srt.model_executor.model_runner"
-_DECODE = "sglang.srt.model_executor.cuda_graph_runner"
-_PREFILL = "sglang.srt.model_executor.piecewise_cuda_graph_runner"
-_SCHEDULER = "sglang.srt.managers.scheduler"
+MAX_DP = 64  # more attention DP ranks than any placement has
 
-_mark = None  # of the last pass, and its stream, until the result takes it
-
-
-def kind_of(batch):
-    """The kind of `batch`. Under data parallel attention all ranks go through a step together, one
-    of them idle perhaps: they say the same, what the step is as a whole."""
-    if batch.global_num_tokens_cpu is not None:
-        return ranks.PREFILL if batch.is_extend_in_batch else ranks.DECODE
-    if batch.forward_mode.is_mixed():
-        return ranks.MIXED
-    return ranks.DECODE if batch.forward_mode.is_decode_or_idle() else ranks.PREFILL
+State = namedtuple(
+    "State",
+    "max_rows hidden executable ended ffn_calls ffn_rows ffn_wait_ns failure"
+    " eager_decode_calls eager_prefill_calls replayed_calls captured_calls",
+)
+Workload = namedtuple(
+    "Workload",
+    "engine checkpoint hidden layers attention_tp attention_dp decode_rows prefill_rows dtype",
+)
 
 
-def _stream(rank):
-    return torch.cuda.current_stream(rank.device).cuda_stream
+class Rank:
+    """Opens rank `rank` of `model_id`; returns when the daemon has admitted it.
 
+    `device`: None on a CPU; on a GPU its ordinal in this process. `on_end(kind, seconds, text)` is
+    called when the rank must end; see xpool.h.
+    """
 
-def _on_gpu():
-    """The Instance Rank of this process if it is on a GPU, else None."""
-    rank = ops.attached()
-    return None if rank is None or rank.device is None else rank
+    def __init__(self, config, model_id, rank, workload, on_end=None, device=None):
+        self._native = native.load()
+        ffi, lib = self._native.ffi, self._native.lib
+        self._config = config  # the library keeps using it
+        self.hidden = workload.hidden  # width of every row
+        self.device = device
+        self.dp_size = workload.attention_dp
+        self.dp_rank = rank // workload.attention_tp
+        self._step_stream = None  # under attention DP: of a step whose row counts are to come
+        options = ffi.new(
+            "xpool_rank_options_t *", {"struct_bytes": ffi.sizeof("xpool_rank_options_t")}
+        )
+        strings = {
+            "model_id": ffi.new("char[]", model_id.encode()),
+            "engine": ffi.new("char[]", workload.engine.encode()),
+            "checkpoint": ffi.new("char[]", workload.checkpoint.encode()),
+        }
+        for name, value in strings.items():
+            setattr(options, name, value)
+        for name in Workload._fields[2:]:
+            setattr(options, name, getattr(workload, name))
+        options.rank = rank
+        options.device = device or 0
+        self._callback = None
+        if on_end is not None:
 
+            def call(context, end, seconds, text):
+                on_end(int(end), int(seconds), self._native.string(text) or "")
 
-_deadline_ns = 0  # of the batch that runs; 0: none
+            self._callback = ffi.callback("void(void *, uint32_t, uint32_t, const char *)", call)
+            options.on_end = self._callback
+        handle = ffi.new("xpool_rank_t **")
+        self._native.check(lib.xpool_rank_open(config.handle, options, handle))
+        self.handle = handle[0]
+        # The struct of every call, made once; only what changes is written per call.
+        self.call = ffi.new("xpool_ffn_call_t *", {"struct_bytes": ffi.sizeof("xpool_ffn_call_t")})
+        self.call.execution = EAGER
+        self._dp_rows = ffi.new("uint32_t[]", MAX_DP)
+        self._cast = ffi.cast
+        self._submit = lib.xpool_rank_ffn
+        self._live = ffi.new("xpool_live_t *", {"struct_bytes": ffi.sizeof("xpool_live_t")})
+        self._mark = ffi.new("uint64_t *")
 
+    def wait_executable(self, timeout_seconds=0.0):
+        """Waits until the FFN side can execute; 0 takes deadlines.startup."""
+        self._native.check(
+            self._native.lib.xpool_rank_wait_executable(self.handle, timeout_seconds)
+        )
 
-def deadline_of(batch, ttft_ns, tbt_ns):
-    """The earliest of the batch's requests: arrival + `ttft_ns` until the first token, then the last token +
-    `tbt_ns`; targets of 0 promise nothing. CLOCK_MONOTONIC; 0 when there is none."""
-    earliest = 0
-    decode = batch.forward_mode.is_decode()
-    for request in batch.reqs or ():
-        begun = decode or len(request.output_ids) > 0
-        since = getattr(request, "xpool_token_ns" if begun else "xpool_arrived_ns", 0)
-        target = tbt_ns if begun else ttft_ns
-        if since and target and not 0 < earliest <= since + target:
-            earliest = since + target
-    return earliest
+    def serving(self, host, port, weight_bytes, kv_bytes, kv_tokens, max_context):
+        ffi = self._native.ffi
+        name = ffi.new("char[]", host.encode())
+        serving = ffi.new(
+            "xpool_serving_t *",
+            {
+                "struct_bytes": ffi.sizeof("xpool_serving_t"),
+                "host": name,
+                "port": port,
+                "weight_bytes": weight_bytes,
+                "kv_bytes": kv_bytes,
+                "kv_tokens": kv_tokens,
+                "max_context": max_context,
+            },
+        )
+        self._native.check(self._native.lib.xpool_rank_serving(self.handle, serving))
 
+    def begin_step(self, step, execution=EAGER, rows=None, stream=0, dp_rows=None, deadline_ns=0):
+        """Says what the calls until the next `begin_step` belong to; `deadline_ns`: by when the first of
+        the step's requests should have its token, on CLOCK_MONOTONIC, 0: none. On a GPU `rows` are the live ones
+        of the step's tensors, which may be longer (padding of a captured graph); written on `stream`
+        before what the step queues or replays there. None: every call's rows are all live. `dp_rows`:
+        the rows of all attention DP ranks, where they are known already."""
+        self.call.step = step
+        self.call.execution = execution
+        self.call.slo_deadline_ns = deadline_ns
+        self.call.dp_rows = self._native.ffi.NULL
+        self.call.live_on_device = 0
+        self._step_stream = None
+        if rows is None:
+            return
+        self.call.live_on_device = 1
+        if dp_rows is not None:
+            self.set_dp_rows(dp_rows)
+        if self.dp_size > 1 and dp_rows is None:
+            self._step_stream = stream  # written when the counts of all ranks are known
+        else:
+            self.live(rows, step, stream)
 
-def _queued(original, scheduler, request, *arguments, **options):
-    if not hasattr(request, "xpool_arrived_ns"):  # else it comes back to the queue
-        request.xpool_arrived_ns = time.monotonic_ns()
-    return original(scheduler, request, *arguments, **options)
+    def set_dp_rows(self, rows):
+        """Rows of every attention DP rank in this step."""
+        if len(rows) > MAX_DP:
+            raise native.XpoolError(f"{len(rows)} attention DP ranks; at most {MAX_DP} are possible")
+        for index, count in enumerate(rows):
+            self._dp_rows[index] = count
+        self.call.dp_rows = self._dp_rows
+        if self._step_stream is not None:
+            self.live(rows[self.dp_rank], self.call.step, self._step_stream)
 
+    def live(self, rows, step, stream):
+        """GPU: writes which rows count, in the order of `stream` (its address), for captured graphs."""
+        live = self._live
+        live.rows = rows
+        live.step = step
+        live.slo_deadline_ns = self.call.slo_deadline_ns
+        live.dp_rows = self.call.dp_rows
+        live.stream = self._cast("void *", stream)
+        self._native.check(
+            self._native.lib.xpool_rank_live(self.handle, live, self._native.ffi.NULL)
+        )
 
-def _run_by_deadline(original, scheduler, batch, *arguments, **options):
-    global _deadline_ns
-    from xpool.sglang import rank as deployment
+    def mark(self, stream):
+        """GPU: remembers on `stream` (its address) how the calls before it ended; a number for `look`."""
+        self._native.check(
+            self._native.lib.xpool_rank_mark(self.handle, self._cast("void *", stream), self._mark)
+        )
+        return self._mark[0]
 
-    ttft_ns, tbt_ns = (int(ms * 1e6) for ms in deployment.slo())
-    if not ttft_ns and not tbt_ns:
-        return original(scheduler, batch, *arguments, **options)
-    _deadline_ns = deadline_of(batch, ttft_ns, tbt_ns)
-    try:
-        return original(scheduler, batch, *arguments, **options)
-    finally:
-        _deadline_ns = 0
-        now = time.monotonic_ns()
-        for request in batch.reqs or ():
-            request.xpool_token_ns = now
+    def look(self, mark):
+        """GPU: raises what went wrong before the mark; the caller has waited for its stream."""
+        self._native.check(self._native.lib.xpool_rank_look(self.handle, mark))
 
+    def finish(self, timeout_seconds=10.0):
+        """GPU: raises what went wrong in the calls that have run; their stream is idle."""
+        self._native.check(self._native.lib.xpool_rank_finish(self.handle, timeout_seconds))
 
-@failure.fatal
-def _begin(rank, batch):
-    counts = batch.global_num_tokens_cpu if rank.dp_size > 1 else None
-    if counts is not None:
-        rows = counts[rank.dp_rank]
-    else:
-        rows = 0 if batch.input_ids is None else batch.input_ids.shape[0]
-    rank.begin_step(kind_of(batch), rows=rows, stream=_stream(rank), dp_rows=counts, deadline_ns=_deadline_ns)
+    def ffn(self, layer, rows, dtype, input_address, output_address):
+        """The FFN of one layer, from and to contiguous memory; returns an xpool_status_t."""
+        call = self.call
+        call.layer = layer
+        call.rows = rows
+        call.dtype = dtype
+        call.input = self._cast("void *", input_address)
+        call.output = self._cast("void *", output_address)
+        return self._submit(self.handle, call)
 
+    def queue_ffn(self, layer, rows, dtype, input_address, output_address, stream):
+        """The same on a GPU: from and to device memory, queued on `stream` (its address)."""
+        self.call.stream = self._cast("void *", stream)
+        return self.ffn(layer, rows, dtype, input_address, output_address)
 
-@failure.fatal
-def _put_mark(rank):
-    global _mark
-    stream = torch.cuda.current_stream(rank.device)
-    _mark = rank.mark(stream.cuda_stream), stream
+    def error(self, status):
+        return self._native.error(status, "")
 
+    def state(self):
+        ffi = self._native.ffi
+        state = ffi.new("xpool_rank_state_t *", {"struct_bytes": ffi.sizeof("xpool_rank_state_t")})
+        self._native.lib.xpool_rank_state(self.handle, state)
+        values = {field: getattr(state, field) for field in State._fields}
+        values["failure"] = self._native.string(values["failure"])
+        return State(**values)
 
-def _forward(original, runner, batch, *arguments, **options):
-    rank = ops.attached()
-    if rank is None:
-        return original(runner, batch, *arguments, **options)
-    if rank.device is None:
-        rank.begin_step(kind_of(batch), deadline_ns=_deadline_ns)
-        return original(runner, batch, *arguments, **options)
-    _begin(rank, batch)
-    output = original(runner, batch, *arguments, **options)
-    _put_mark(rank)
-    return output
-
-
-# --- how a pass ended -----------------------------------------------------------------------------------
-
-
-def _run_batch(original, scheduler, *arguments, **options):
-    global _mark
-    _mark = None
-    result = original(scheduler, *arguments, **options)
-    if _mark is not None:
-        result.xpool_mark, _mark = _mark, None
-    return result
-
-
-@failure.fatal
-def _look(rank, result):
-    mark, stream = result.xpool_mark
-    done = getattr(result, "copy_done", None)
-    # Without overlap SGLang waits for the tokens a moment later.
-    (stream if done is None else done).synchronize()
-    rank.look(mark)
-
-
-def _process(original, scheduler, batch, result, *arguments, **options):
-    rank = _on_gpu()
-    if rank is not None and getattr(result, "xpool_mark", None) is not None:
-        _look(rank, result)
-    return original(scheduler, batch, result, *arguments, **options)
-
-
-# --- warming up and capturing ---------------------------------------------------------------------------
-
-
-@failure.fatal
-def _all_rows(kind, execution, rows):
-    rank = _on_gpu()
-    if rank is not None:
-        counts = [rows] * rank.dp_size if rank.dp_size > 1 else None
-        rank.begin_step(kind, execution, rows=rows, stream=_stream(rank), dp_rows=counts)
-
-
-def _capture_decode(original, graphs, bs, *arguments, **options):
-    _all_rows(ranks.DECODE, ranks.DECODE_GRAPH, bs * graphs.num_tokens_per_bs)
-    return original(graphs, bs, *arguments, **options)
-
-
-def _capture_prefill(original, graphs, num_tokens):
-    _all_rows(ranks.PREFILL, ranks.PREFILL_GRAPH, num_tokens)
-    return original(graphs, num_tokens)
-
-
-def _dummy_run(original, runner, batch_size, *arguments, **options):
-    _all_rows(ranks.DECODE, ranks.EAGER, batch_size)
-    return original(runner, batch_size, *arguments, **options)
-
-
-def hook():
-    patch.around(_RUNNER, "ModelRunner.forward", _forward)
-    patch.around(_RUNNER, "ModelRunner._dummy_run", _dummy_run)
-    patch.around(_DECODE, "CudaGraphRunner.capture_one_batch_size", _capture_decode)
-    patch.around(_PREFILL, "PiecewiseCudaGraphRunner.warmup_compile", _capture_prefill)
-    patch.around(_PREFILL, "PiecewiseCudaGraphRunner.capture_one_batch_size", _capture_prefill)
-    patch.around(_SCHEDULER, "Scheduler._add_request_to_queue", _queued)
-    patch.around(_SCHEDULER, "Scheduler.run_batch", _run_batch)
-    patch.around(_SCHEDULER, "Scheduler.run_batch", _run_by_deadline)
-    patch.around(_SCHEDULER, "Scheduler.process_batch_result", _process)
+    def close(self):
+        if self.handle is not None:
+            self._native.lib.xpool_rank_close(self.handle)
+            self.handle = None

@@ -37,7 +37,7 @@ class Rank:
     def __init__(self):
         self.told, self.bad = [], set()
 
-    def begin_step(self, step, execution=ranks.EAGER, rows=None, stream=0, dp_rows=None):
+    def begin_step(self, step, execution=ranks.EAGER, rows=None, stream=0, dp_rows=None, deadline_ns=0):
         self.told.append(("begin", step, execution, rows, stream, dp_rows))
 
     def mark(self, stream):

@@ -357,7 +357,7 @@ class Steps(unittest.TestCase):
         from xpool.sglang import rank as deployment, step
 
         rank = object.__new__(ranks.Rank)
-        rank._native, rank.device, rank._dp_size = native.load(), None, 1
+        rank._native, rank.device, rank.dp_size = native.load(), None, 1
         rank.call = rank._native.ffi.new("xpool_ffn_call_t *")
         ops.attach(rank)
         self.addCleanup(ops.attach, None)
@@ -370,16 +370,16 @@ class Steps(unittest.TestCase):
             seen.append(rank.call.slo_deadline_ns)
 
         def run(scheduler, batch):
-            step._begin(forward, None, batch)
+            step._forward(forward, None, batch)
 
         info = types.SimpleNamespace(info=types.SimpleNamespace(slo_ttft_ms=2, slo_tbt_ms=1))
         with mock.patch.object(deployment, "_deployment", info):
             step._queued(lambda scheduler, request: None, None, request)
-            step._run(run, None, batch)
+            step._run_by_deadline(run, None, batch)
             request.output_ids.append(1)
             batch.forward_mode = self.batch("DECODE").forward_mode
-            step._run(run, None, batch)
-        step._begin(forward, None, batch)  # a warm-up, outside the scheduler
+            step._run_by_deadline(run, None, batch)
+        step._forward(forward, None, batch)  # a warm-up, outside the scheduler
         arrived = request.xpool_arrived_ns
         self.assertEqual(seen[0], arrived + 2_000_000)
         self.assertTrue(arrived + 1_000_000 < seen[1] <= request.xpool_token_ns + 1_000_000)
@@ -507,6 +507,7 @@ atn.devices = ['cuda:0']
 ffn.devices = ['cuda:1']
 devices.'cuda:0'.memory = '8GiB'
 devices.'cuda:1'.memory = '8GiB'
+scheduler.kv_policy = 'static'
 [[models]]
 id = 'm'
 path = '{MODELS["qwen3-moe"]}'
@@ -521,7 +522,7 @@ kv_ceiling_tokens = 2048
                 arguments = self.arguments(**plain)
                 found = options.deployment(arguments)
                 self.assertEqual(found.info.device, "cuda:0")
-                # SGLang would take the whole GPU, and steps overlap there.
+                # SGLang would take the whole GPU; steps overlap where KV memory stays.
                 self.assertEqual(arguments.max_total_tokens, found.info.kv_tokens)
                 self.assertEqual(arguments.max_running_requests, 16)
                 self.assertFalse(arguments.disable_overlap_schedule)
