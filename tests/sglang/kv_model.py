@@ -25,6 +25,7 @@ if DEVICE == "cpu":
 
 import torch  # noqa: E402
 
+from xpool import kv as kvs  # noqa: E402
 from xpool.sglang import kv_pool  # noqa: E402
 
 LAYERS, HEADS, DIM, V_DIM = 3, 2, 4, 3
@@ -64,7 +65,14 @@ class Range:
         )
 
     def poll(self, step, least):
-        return self.commands.pop(0) if self.commands else None
+        if not self.commands:
+            return None
+        command = self.commands.pop(0)
+        if command.kind == kvs.GROW and command.tokens > self.mapped:
+            self.grow(command.tokens)
+        if command.tokens < self.mapped:
+            command = command._replace(kind=kvs.SHRINK)
+        return command
 
     def grow(self, slots):
         self.untouched()

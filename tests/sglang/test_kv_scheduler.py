@@ -184,28 +184,35 @@ class Simulation:
                 self.counts.chunks_held += chunked is not None
             if self.overlap:
                 if batch:
-                    scheduler.result_queue.append((batch.copy(), self.forward(batch)))
+                    scheduler.result_queue.append((batch.copy(), self.launch(batch)))
                 if scheduler.last_batch:
-                    self.take(*scheduler.result_queue.popleft())
+                    before, work = scheduler.result_queue.popleft()
+                    self.take(before, self.forward(work))
             elif batch:
-                self.take(batch, self.forward(batch))
+                self.take(batch, self.forward(self.launch(batch)))
             scheduler.last_batch = batch
             self.check()
         return batch
 
-    def forward(self, batch):
-        """What the device does, with the tokens that it knows: (request, next token) each."""
+    def launch(self, batch):
+        """A step as the device gets it: slots as they are now. It may run at the last moment."""
         extend = batch.forward_mode.is_extend()
         table = self.scheduler.req_to_token_pool.req_to_token
-        result = []
-        for request in list(batch.reqs):
+        work = []
+        for request in batch.reqs:
             filled = request.fill_len if extend else request.kv_committed_len
-            if extend:
-                request.known = (request.origin_input_ids + request.output_ids)[:filled]
-            tokens = request.known[:filled]
-            assert len(tokens) == filled, f"{request.rid}: {filled} tokens of {len(tokens)}"
             slots = table[request.req_pool_idx, :filled].long()
             first = len(request.prefix_indices) if extend else filled - 1
+            tokens = (request.origin_input_ids + request.output_ids)[:filled] if extend else None
+            work.append((request, slots, first, tokens))
+        return work
+
+    def forward(self, work):
+        """What the device does, with the tokens that it knows: (request, next token) each."""
+        result = []
+        for request, slots, first, given in work:
+            tokens = request.known[: len(slots)] if given is None else given
+            assert len(tokens) == len(slots), f"{request.rid}: {len(slots)} slots for {len(tokens)} tokens"
             marks = rows(tokens)
             self.write(slots[first:], marks[first:])
             assert self.read(slots, marks), f"{request.rid} does not find its rows"
@@ -263,8 +270,6 @@ class Simulation:
         assert 0 <= stats.full_token_usage <= 1, stats
 
     def command(self, kind, slots, trim=False):
-        if kind == kvs.GROW:
-            self.kv.grow(slots)
         self.kv.commands.append(kvs.Command(kind, slots, trim))
 
     def resize(self, slots):
