@@ -84,6 +84,7 @@ struct decode_state_t {
     uint32_t now; // index of the current or coming layer in `layers`
     uint32_t ahead; // the first copies of layers[now] are under way
     uint32_t ahead_share[2][2];
+    uint32_t look_ahead;
     float router[16][FFN_CUDA_DECODE_ROWS]; // sums of a warp
     uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];
     float weight[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
@@ -870,6 +871,23 @@ static __device__ __forceinline__ bool ahead_holds(const decode_state_t &sh)
     return holds;
 }
 
+// Makes the layer that should come next, where it is described, the current one; one thread, at the end
+// of a layer.
+static __device__ __forceinline__ void ahead_choose(decode_state_t &sh)
+{
+    const decode_layer_t &layer = sh.layers[sh.now];
+    const ffn_cuda_layer_t *next = sh.call.command.layers + layer.next;
+    const bool same = next == layer.at;
+    sh.ahead = sh.look_ahead && layer.next != FFN_CUDA_NO_LAYER &&
+               (same || sh.layers[sh.now ^ 1].at == next);
+    if (!sh.ahead)
+        return;
+    sh.now ^= !same;
+    sh.call.experts_chosen = 0;
+    for (uint32_t i = 0; i < 4; i++)
+        sh.ahead_share[i / 2][i % 2] = sh.call.lane.share[i / 2][i % 2];
+}
+
 // All threads; sh.call is filled. Answers with all of this block's outputs written, not yet visible.
 template <typename S, typename T, int NB>
 static __device__ __forceinline__ void layer_phases(decode_shared_t<S> &shared, decode_role_t *role,
@@ -897,6 +915,8 @@ static __device__ __forceinline__ void layer_phases(decode_shared_t<S> &shared, 
                 while (ptx_load_acquire(&call.lane.meeting->acted) < call.acted_target)
                     ;
                 decode_mark(call, 5);
+            } else {
+                ahead_choose(sh); // the others are done with this layer
             }
         } else if (threadIdx.x / 32 == S::WARPS - 1 && phase == 0) {
             // Meanwhile: what the layer that should come next is.
@@ -1074,6 +1094,7 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
         sh.lanes[threadIdx.x].lane = NULL;
     if (threadIdx.x == 0) {
         sh.now = sh.ahead = 0;
+        sh.look_ahead = look_ahead;
         sh.layers[0].at = sh.layers[1].at = NULL;
         sh.layers[0].signature.experts = 0;
     }
@@ -1101,7 +1122,6 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
             break;
         // Warp 0 waits for the next command while warp 1 ends this one.
         command_end_t end = {};
-        bool ahead = false;
         if (threadIdx.x == 32) {
             const decode_call_t &call = sh.call;
             end.answer = call.command.answer;
@@ -1114,22 +1134,8 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
             end.trace = call.lane.trace;
             end.rows = rows;
         }
-        if (rows) {
-            const decode_layer_t &layer = sh.layers[sh.now];
-            const ffn_cuda_layer_t *next = sh.call.command.layers + layer.next;
-            const bool same = next == layer.at;
-            ahead = look_ahead && layer.next != FFN_CUDA_NO_LAYER &&
-                    (same || sh.layers[sh.now ^ 1].at == next);
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                sh.ahead = ahead;
-                sh.now ^= ahead && !same;
-                sh.call.experts_chosen = 0;
-                for (uint32_t i = 0; i < 4; i++)
-                    sh.ahead_share[i / 2][i % 2] = sh.call.lane.share[i / 2][i % 2];
-            }
-        }
-        __syncthreads();
+        const bool ahead = rows && sh.ahead;
+        __syncthreads(); // the command may be written over
         if (threadIdx.x == 32)
             command_end(end, queue, sequence);
         __syncwarp();
