@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "control/daemon_kv.h"
 #include "control/daemon_private.h"
+#include "control/gpus.h"
 
 /* After a canonical failure everyone ends by itself; who has not by then is killed, so that the
  * whole system is gone within a second. */
@@ -518,6 +519,11 @@ static xp_status_t daemon_start(daemon_t *daemon)
 {
     const config_t *config = daemon->config;
     XP_TRY(planner_make(config, 1, &daemon->planned));
+    if (fabric_provider_heap(daemon->planned->plan.provider)) {
+        stage_heap_place_t
+            place; /* the agents look for it too; here it is known before they start */
+        XP_TRY(gpus_nvshmem(config, &place));
+    }
     for (uint32_t i = 0; i < config->model_count; i++) {
         daemon->instances[i].rank_count = daemon->planned->models[i].ranks;
         if (config->models[i].engine == CONFIG_ENGINE_SGLANG)

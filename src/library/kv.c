@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/failpoint.h"
 #include "cuda/stream.h"
 #include "kv/backing.h"
 #include "kv/rank.h"
@@ -241,14 +242,17 @@ static xp_status_t apply(xpool_kv_t *kv, const kv_command_t *command, xpool_kv_c
 {
     const uint32_t mapped = kv_backing_mapped(kv->backing);
     if (command->bundles < mapped || (command->bundles == mapped && command->trim)) {
+        xp_failpoint("kv.rank.withdrawn");
         out->order = XPOOL_KV_SHRINK;
         out->tokens = tokens_of(kv, command->bundles);
         out->trim = command->trim;
         return XP_OK;
     }
+    xp_failpoint("kv.rank.seen");
     /* Where the system has no memory, less than was granted is mapped, and the daemon sees it. */
     if (kv_backing_resize(kv->backing, command->bundles) == XP_FATAL)
         return XP_FATAL;
+    xp_failpoint("kv.rank.grown");
     kv_rank_complete(&kv->rank, kv_backing_mapped(kv->backing));
     if (kv->rank.count > 1) {
         kv->growing = kv_rank_leads(&kv->rank);
@@ -328,6 +332,7 @@ static xp_status_t release(xpool_kv_t *kv, uint32_t tokens, bool wait, cuda_stre
     if (wait && bundles_of(kv, tokens) < mapped)
         XP_TRY(wait_for(kv, stream));
     xp_status_t status = kv_backing_resize(kv->backing, bundles_of(kv, tokens));
+    xp_failpoint("kv.rank.released");
     if (status == XP_OK)
         kv_rank_complete(&kv->rank, kv_backing_mapped(kv->backing));
     return status;

@@ -29,6 +29,7 @@
 #define STAGE_LINES      128u /* Instance Ranks of one FfnAgent; stage.h's STAGE_LINES_MAX */
 #define STAGE_LOOK_TURNS 32u  /* orders, ages and failures are looked at every so many turns */
 #define STAGE_SEVERAL    0xffffffffu
+#define STAGE_CLOSED_NS  100000u /* after so long a wait: are the arenas closed? */
 
 typedef enum stage_phase {
     STAGE_IDLE = 0,
@@ -754,12 +755,33 @@ PROTOCOL_FUNCTION int stage_scheduler_order(stage_scheduler_t *s, uint32_t insta
     return 1;
 }
 
+/* A rank or a member that is waited for may have ended the Instance: a rank that closed its arena
+ * puts no line any more, and a member that found nonsense in its own line closed them all and
+ * brings no partial. One rank's arena a look, since each is a trip over the link. */
+PROTOCOL_FUNCTION int stage_scheduler_closed(stage_scheduler_t *s, uint32_t instance)
+{
+    const stage_work_t *work = &s->work[instance];
+    const uint64_t looks = s->turn / STAGE_LOOK_TURNS / s->instances;
+    const uint32_t rank = (uint32_t)(looks % work->ranks);
+    const uint32_t reason =
+        mailbox_closed((const mailbox_arena_t *)(uintptr_t)work->about.arenas[rank]);
+    if (!reason)
+        return 0;
+    stage_scheduler_drop(s, instance, reason < XP_STATUS_COUNT ? reason : (uint32_t)XP_PEER);
+    return 1;
+}
+
 PROTOCOL_FUNCTION void stage_scheduler_age(stage_scheduler_t *s, uint32_t instance, uint64_t now_ns)
 {
     stage_work_t *work = &s->work[instance];
-    if (work->phase == STAGE_IDLE || now_ns - work->since_ns < s->timeout_ns)
+    if (work->phase == STAGE_IDLE)
         return;
     const uint64_t waited = now_ns - work->since_ns;
+    if ((work->phase == STAGE_GATHERING || work->phase == STAGE_PARTIALS) &&
+        waited >= STAGE_CLOSED_NS && stage_scheduler_closed(s, instance))
+        return;
+    if (waited < s->timeout_ns)
+        return;
     uint32_t kind = STAGE_FAILURE_EXECUTION, missing = s->ffn;
     if (work->phase == STAGE_GATHERING) {
         kind = STAGE_FAILURE_RANK;
@@ -869,11 +891,17 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         const uint64_t arena = work->about.arenas[0];
         const uint64_t ticket = s->tickets + 1;
         uint64_t *word = &((mailbox_arena_t *)(uintptr_t)arena)->response.sequence;
-        own.lane->layer = s->dispatch->models[work->about.weights].first_layer + line.layer;
-        own.lane->rows = line.rows;
-        own.lane->input = (const void *)(uintptr_t)work->about.input;
-        own.lane->output = (void *)(uintptr_t)(arena + work->about.output_offset);
-        own.lane->partial = 0;
+        ffn_cuda_invocation_t given;
+        given.layer = s->dispatch->models[work->about.weights].first_layer + line.layer;
+        given.rows = line.rows;
+        given.input = (const void *)(uintptr_t)work->about.input;
+        given.output = (void *)(uintptr_t)(arena + work->about.output_offset);
+        given.partial = 0;
+        own.lane->layer = given.layer;
+        own.lane->rows = given.rows;
+        own.lane->input = given.input;
+        own.lane->output = given.output;
+        own.lane->partial = given.partial;
         own.answer->source_count = 0;
         own.answer->consumer_count = 1;
         own.answer->consumers[0].rows = 0;
@@ -887,7 +915,8 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         own.answer->kind = line.kind;
         own.answer->layer_of_model = line.layer;
         s->tickets = ticket;
-        if (ffn_cuda_command_post(s->dispatch, &s->poster, number, ticket, word, line.sequence)) {
+        if (ffn_cuda_invocation_post(s->dispatch, &s->poster, number, &given, ticket, word,
+                                     line.sequence)) {
             s->counts.resident++;
         } else {
             ffn_cuda_request_post(s->dispatch, &s->poster, number, 1);

@@ -118,6 +118,11 @@ def start(arguments, folder, scene):
     libraries = arguments.build / "tests" / "fake-cuda"
     system.environment["LD_LIBRARY_PATH"] = str(libraries)
     system.environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    if scene.get("provider", "").startswith("nvshmem"):
+        fake = arguments.build / "tests" / "fake-nvshmem"
+        system.environment["XPOOL_NVSHMEM_ROOT"] = str(fake / "wheel")
+        system.environment["XPOOL_NVSHMEM_PLUGIN"] = str(fake / "libxpool_nvshmem.so")
+        system.environment["XPOOL_FAKE_NVSHMEM"] = scene.get("heap", "")
     system.environment["XPOOL_TEST_MPS_ROOT"] = str(folder / "mps")
     (folder / "nvidia-cuda-mps-control").symlink_to(arguments.build / "tests" / "unit_control_test_plane")
     system.role("daemon", "daemon", "serve")
@@ -144,6 +149,13 @@ def serve(arguments, system, scene, name):
 def ready(system):
     command = [system.xpool, "daemon", "check", "--config", str(system.config)]
     return subprocess.run(command, capture_output=True, env=system.environment).returncode == 0
+
+
+def nothing_left(system):
+    """The sockets of NVSHMEM's processes; those of agents that were killed, the daemon removes."""
+    for process in system.processes.values():
+        left = list(pathlib.Path("/tmp").glob(f"nvshmem-socket-{process.pid}-*"))
+        check(not left, f"left: {left}")
 
 
 def end(system):
@@ -175,6 +187,26 @@ def life(arguments, folder, scene):
             check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
         check(clean, words)
         check(not (folder / "mps").exists(), "the MPS controller's folder is left")
+        nothing_left(system)
+    finally:
+        end(system)
+
+
+def last_detach(arguments, folder, scene):
+    """The scheduler still executes for an Instance that died, and leaves at the ordered end: no failure."""
+    os.environ["XPOOL_FAKE_BUSY"] = "1"
+    try:
+        system = start(arguments, folder, scene)
+    finally:
+        del os.environ["XPOOL_FAKE_BUSY"]
+    try:
+        [first] = serve(arguments, system, scene, "first")
+        system.processes.pop(first).kill()
+        clean, words = system.down()
+        for name, process in system.processes.items():
+            code = process.wait(timeout=20)
+            check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
+        check(clean, words)
     finally:
         end(system)
 
@@ -193,6 +225,36 @@ def failure(arguments, folder, scene):
         check(took < 3, f"the others ended after {took:.1f} s")
         check(system.processes["daemon"].returncode == 1, "the daemon's exit code")
         system.wait(lambda: "canonical failure" in system.tail(first), "the Instance's news", [])
+        nothing_left(system)
+    finally:
+        end(system)
+
+
+def refused(arguments, folder, scene):
+    """The agents cannot join: the Generation fails, by name, and every process ends."""
+    system = start(arguments, folder, scene)
+    try:
+        for name, process in system.processes.items():
+            process.wait(timeout=20)
+            check(process.returncode == 1, f"{name} ended with {process.returncode}")
+        check(scene["says"] in system.tail("daemon"), f"the daemon says: {system.tail('daemon')}")
+    finally:
+        end(system)
+
+
+def joining(arguments, folder, scene):
+    """An agent dies while all of them join: nobody waits for it longer than the others need to hear of it."""
+    system = start(arguments, folder, scene)
+    try:
+        agent = f"ffnagent {scene['ffn'][-1]}"
+        system.wait(lambda: "joining" in system.tail(agent), "the agent to join", list(system.processes))
+        system.processes[agent].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        for name, process in system.processes.items():
+            process.wait(timeout=20)
+        check(time.monotonic() - began < 3, f"the others ended after {time.monotonic() - began:.1f} s")
+        check("canonical failure" in system.tail("daemon"), system.tail("daemon"))
+        nothing_left(system)
     finally:
         end(system)
 
@@ -200,6 +262,7 @@ def failure(arguments, folder, scene):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--only", help="a part of the names of the scenes")
     parser.add_argument("--instance", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -217,8 +280,28 @@ def main():
         ("members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
         ("ranks", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2)),
         ("relay", life, dict(shared, provider="p2p-relay")),
+        ("last detach", last_detach, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1)),
         ("failure", failure, shared),
+        ("nvshmem", life, dict(shared, provider="nvshmem")),
+        ("nvshmem idle", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=1, provider="nvshmem")),
+        ("nvshmem members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2, provider="nvshmem")),
+        (
+            "nvshmem ranks",
+            life,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem"),
+        ),
+        (
+            "nvshmem far",
+            life,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem-far"),
+        ),
+        ("nvshmem failure", failure, dict(shared, provider="nvshmem")),
+        ("nvshmem dies joining", joining, dict(shared, provider="nvshmem", heap="hang")),
+        ("nvshmem limited", refused, dict(shared, provider="nvshmem", heap="limited", says="limited multi-process")),
+        ("nvshmem refused", refused, dict(shared, provider="nvshmem", heap="refuse", says="cannot join NVSHMEM")),
     ):
+        if arguments.only and arguments.only not in name:
+            continue
         with tempfile.TemporaryDirectory(prefix="xpool-roles-") as folder:
             began = time.monotonic()
             test(arguments, pathlib.Path(folder), scene)

@@ -17,12 +17,14 @@ gives the same tokens in 16 and in 32 bits, so that their tokens say something.
              expert
     relay    as one, rows by way of the AtnAgent
     kill     as one; one Instance is killed in the middle, the others go on unharmed
+    nvshmem, nvshmem-mesh (two of each role, shared GPUs), nvshmem-far: over NVSHMEM; run only when they are named
 
 `--rehearse` runs the scene `one` on CPU devices, without graphs: it tries everything of this script but
 the GPU. What the interpreter needs: torch, transformers, cffi. Exit code 77: no GPUs here.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -45,6 +47,14 @@ SCENES = {
     "tensor": dict(atn=["cuda:0"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True),
     "relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay"),
     "kill": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, kill="qwen3"),
+}
+# By name only: they need the plug-in and the wheel of NVSHMEM.
+HEAP_SCENES = {
+    "nvshmem": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="nvshmem"),
+    "nvshmem-mesh": dict(
+        atn=["cuda:0", "cuda:1"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True, provider="nvshmem"
+    ),
+    "nvshmem-far": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="nvshmem-far"),
 }
 REHEARSAL = dict(atn=["cpu:0"], ffn=["cpu:1"], tp=1)
 
@@ -340,6 +350,15 @@ def write_config(scene, folder, models):
     return config
 
 
+def nvshmem_root():
+    """Where this interpreter has the wheel of NVSHMEM, for the programs."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else []:
+        if (pathlib.Path(folder) / "nvshmem/lib/libnvshmem_host.so.3").exists():
+            return {"XPOOL_NVSHMEM_ROOT": f"{folder}/nvshmem"}
+    return {}
+
+
 class System:
     """Daemon, agents and Instances of one scene; all of them end with it."""
 
@@ -348,6 +367,7 @@ class System:
         self.processes = {}
         self.environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=str(build / "python"))
         self.environment.pop("XPOOL_CONFIG", None)
+        self.environment |= nvshmem_root()
         if os.environ.get("PYTHONPATH"):
             self.environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
 
@@ -470,7 +490,7 @@ def report(result):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
-    parser.add_argument("--scene", action="append", choices=list(SCENES))
+    parser.add_argument("--scene", action="append", choices=list(SCENES | HEAP_SCENES))
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
@@ -483,7 +503,7 @@ def main():
     if arguments.instance:
         instance(arguments)
         return 0
-    scenes = {name: SCENES[name] for name in arguments.scene or SCENES}
+    scenes = {name: (SCENES | HEAP_SCENES)[name] for name in arguments.scene or SCENES}
     if arguments.rehearse:
         scenes, arguments.tokens = {"one": REHEARSAL}, 12
     else:

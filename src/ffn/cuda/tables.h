@@ -100,13 +100,9 @@ typedef struct ffn_cuda_workspace {
      * done, all activations seen, down done, rows visible. Only for measuring; the resident
      * kernels. */
     uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS];
-    float *logits;            /* [rows][experts] */
+    uint64_t *logits;         /* [rows][experts]: FP32 below, the Invocation's number above */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
-    /* In which order a block reads a dense layer's gate and up; results do not depend on it. 0: a
-     * chunk of all its tiles, then the next chunk. 1, 2, 4, 8: several chunks of that many tiles
-     * at a time, so that what is read within a microsecond lies together in memory. */
-    uint32_t decode_order, decode_reserved;
     /* bulk: at most bulk_rows rows */
     uint32_t bulk_rows, max_tiles;
     uint32_t *counts;     /* [experts] pairs of each expert */
@@ -156,12 +152,18 @@ typedef struct ffn_cuda_command {
     uint64_t *done; /* word that gets done_value after `answer`, likewise, or NULL */
     uint64_t done_value;
     const struct ffn_cuda_answer *about; /* for the record (ffn/cuda/dispatch.h), or NULL */
-    uint64_t pad;
+    /* What the Lane holds too; here the kernel gets it in one read. */
+    const ffn_cuda_layer_t *layers;
+    const void *input;
+    void *output;
+    float *partial;
+    uint32_t layer, rows;
+    uint32_t lane_number; /* the Lane's among those of the queue; only makes it faster */
+    uint32_t reserved[7];
 } ffn_cuda_command_t;
 
-/* What one Invocation was, in mapped host memory. */
+/* What one Invocation was. */
 typedef struct ffn_cuda_record {
-    uint64_t index;               /* 1, 2, ...; published last */
     uint64_t end_ns, duration_ns; /* of the device's clock */
     uint64_t ticket;
     uint32_t layer, rows,
@@ -169,15 +171,24 @@ typedef struct ffn_cuda_record {
     uint16_t instance, rank;
     uint16_t lane, graph_template; /* of the resident kernel: 0xffff both */
     uint8_t kind, resident;
-    uint8_t reserved[10];
 } ffn_cuda_record_t;
+
+/* A place of the ring of records, in mapped host memory, one cache line. It is written again
+ * whether it was read or not, so each word says in its low byte of which round of the ring it is:
+ * a reader sees what is mixed, in whatever order the words become visible. */
+#define FFN_CUDA_RECORD_WORDS 6
+typedef struct ffn_cuda_record_place {
+    uint64_t index; /* 1, 2, ... of the record; published last */
+    uint64_t words[FFN_CUDA_RECORD_WORDS];
+    uint64_t pad;
+} ffn_cuda_record_place_t;
 
 /* Counters and records of a device's Invocations, in device memory. */
 typedef struct ffn_cuda_counters {
     uint64_t invocations, rows, busy_ns; /* fired by the host */
     uint64_t resident_invocations, resident_rows, resident_busy_ns;
-    uint64_t records_taken;     /* records begun */
-    ffn_cuda_record_t *records; /* [record_capacity] in mapped host memory, or NULL */
+    uint64_t records_taken;           /* records begun */
+    ffn_cuda_record_place_t *records; /* [record_capacity] in mapped host memory, or NULL */
     uint64_t record_capacity;
     uint64_t reserved[7];
 } ffn_cuda_counters_t;

@@ -335,6 +335,52 @@ static void test_bad_lines_drop_their_instance(void **state)
     }
 }
 
+/* What one member finds wrong ends the Instance for the others too, long before they would call
+ * that member late, which is the end of the Generation. */
+static void test_an_instance_that_a_member_dropped_is_waited_for_by_nobody(void **state)
+{
+    for (int what = 0; what < 3; what++) {
+        rig.ffns = 2;
+        shape(0, 2, 1, FABRIC_DELIVERY_REPLICATED_COMPLETE, 3);
+        shape(1, 1, 1, 0, 1);
+        make(true, 0);
+        attach_all();
+        pass(0, 0, (const uint32_t[]){1}, 0);
+        stage_scheduler_t *s = rig.ffn[0].scheduler;
+        const uint32_t lanes = s->lanes_free;
+        for (uint32_t r = 0; r < (what == 2 ? 1u : 2u); r++)
+            rig_put(&rig, 0, r, 1, (const uint32_t[]){3}, 1);
+        if (what < 2) { /* the other member's copy of the second rank's line is bad */
+            stage_line_t *line = &((stage_page_t *)rig.ffn[1].stage[0])->lines[1];
+            line->layer = RIG_LAYERS;
+            rig_turn(&rig, 0, rig.now_ns);
+            assert_true(rig_runtime(&rig, 0));
+            rig_turn(&rig, 0, rig.now_ns);
+            assert_int_equal(s->work[0].phase, STAGE_PARTIALS);
+        } else { /* the second rank ends instead of coming */
+            rig_turn(&rig, 0, rig.now_ns);
+            assert_int_equal(s->work[0].phase, STAGE_GATHERING);
+            mailbox_close((mailbox_arena_t *)rig.instance[0].rank[1].arena, XP_CLOSED);
+        }
+        for (uint32_t n = 0; what < 2 && n < SETTLE; n++)
+            rig_turn(&rig, 1, rig.now_ns);
+        rig.now_ns += what == 1 ? 2000000 : 200000; /* late as well: closed counts first */
+        turns(2 * SETTLE);
+        for (uint32_t f = 0; f < 2; f++) {
+            assert_int_equal(rig.ffn[f].table->failure.kind, STAGE_FAILURE_NONE);
+            if (what == 2 && f == 1)
+                continue; /* its wait has just begun */
+            assert_int_equal(transport_slot_state(rig.ffn[f].table->instance[0].now),
+                             TRANSPORT_SLOT_DROPPED);
+            assert_int_equal(rig.ffn[f].table->instance[0].reason, what == 2 ? XP_CLOSED : XP_PEER);
+        }
+        assert_int_equal(s->lanes_free, lanes);
+        pass(1, 2, (const uint32_t[]){6}, 1);
+        if (what < 2)
+            teardown(NULL);
+    }
+}
+
 /* A layer whose group this FfnAgent does not belong to is nonsense in its stage. */
 static void test_foreign_layer(void **state)
 {
@@ -789,6 +835,8 @@ int main(void)
         cmocka_unit_test_teardown(test_disagreement_names_both, teardown),
         cmocka_unit_test_teardown(test_row_counts_must_agree, teardown),
         cmocka_unit_test_teardown(test_bad_lines_drop_their_instance, teardown),
+        cmocka_unit_test_teardown(test_an_instance_that_a_member_dropped_is_waited_for_by_nobody,
+                                  teardown),
         cmocka_unit_test_teardown(test_foreign_layer, teardown),
         cmocka_unit_test_teardown(test_abandon, teardown),
         cmocka_unit_test_teardown(test_late_rank, teardown),
