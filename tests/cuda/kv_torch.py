@@ -5,9 +5,10 @@ histories of tests/sglang/test_kv_units.py, then the geometries of Qwen3-30B-A3B
 SGLang's own stores and Triton attention, beside SGLang's own contiguous pools: every answer has to be the same
 bit by bit, eagerly and in a graph that was captured before the range shrank and grew.
 
-    tests/cuda/kv_torch.py --build BUILD [--out FOLDER] [--part histories,mha,mla]
+    tests/cuda/kv_torch.py --build BUILD [--site FOLDER] [--out FOLDER] [--part histories,mha,mla] [--limit SECONDS]
 
-Needs torch and SGLang on a machine with a GPU; rows go to FOLDER/kv_torch_cuda.json. With --rehearse it runs
+Needs torch and SGLang on a machine with a GPU (--site: a folder with SGLang, as sglang_bundle makes it); rows go
+to FOLDER/kv_torch_cuda.json. With --rehearse it runs
 on a CPU: memory by the driver without a GPU, small sizes, sums in place of attention, no graphs, no times.
 """
 
@@ -16,6 +17,7 @@ import datetime
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import types
@@ -28,7 +30,9 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--site", type=pathlib.Path)
     parser.add_argument("--part", default="histories,mha,mla")
+    parser.add_argument("--limit", type=int, default=240)
     parser.add_argument("--rehearse", action="store_true")
     return parser.parse_args()
 
@@ -37,6 +41,14 @@ ARGUMENTS = parse()
 REHEARSED = ARGUMENTS.rehearse
 os.environ["XPOOL_BUILD"] = str(ARGUMENTS.build.resolve())
 os.environ["XPOOL_KV_TEST_DEVICE"] = "fake" if REHEARSED else "cuda"
+if ARGUMENTS.site and "XPOOL_KV_TORCH_SITE" not in os.environ:
+    os.environ.update(
+        XPOOL_KV_TORCH_SITE="1", PYTHONPATH=str(ARGUMENTS.site), SGLANG_IS_FLASHINFER_AVAILABLE="false",
+        SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK="1", SGLANG_ENABLE_JIT_DEEPGEMM="0", SGLANG_TF_EXIST_OK="1",
+        LD_LIBRARY_PATH=f"{ARGUMENTS.site}/lib:" + os.environ.get("LD_LIBRARY_PATH", ""),
+    )  # fmt: skip
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+signal.alarm(ARGUMENTS.limit)
 if REHEARSED:
     fake = str(ARGUMENTS.build.resolve() / "tests" / "fake-cuda")
     if fake not in os.environ.get("LD_LIBRARY_PATH", ""):

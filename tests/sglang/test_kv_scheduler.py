@@ -588,11 +588,24 @@ class Arguments(unittest.TestCase):
                 plugin._check_arguments(wrong, True)
 
     def test_on_a_gpu_nobody_looks_at_free_memory(self):
-        self.assertEqual(plugin._profile(lambda runner, before: before, None, 5), 5)
-        with mock.patch.object(plugin, "_kv", Range(BUNDLE)):
-            self.assertEqual(plugin._profile(lambda runner, before: before, None, 5), 5)
-        with mock.patch.object(Range, "padding", 8), mock.patch.object(plugin, "_kv", Range(BUNDLE)):
-            self.assertEqual(plugin._profile(None, None, 5), SLOTS * (LAYERS * ROW + 8))
+        runner = types.SimpleNamespace(server_args=types.SimpleNamespace(max_total_tokens=100))
+
+        def profile(device, kv):
+            rank = types.SimpleNamespace(device=device)
+            with (
+                mock.patch.object(plugin.ops, "attached", lambda: rank),
+                mock.patch.object(plugin, "_kv", kv),
+                mock.patch.object(plugin, "_token_bytes", lambda runner: 7),
+            ):
+                return plugin._profile(lambda runner, before: before, runner, 5)
+
+        self.assertEqual(profile(None, None), 5)
+        self.assertEqual(profile(None, Range(BUNDLE)), 5)
+        self.assertEqual(profile(0, None), 700)
+        with mock.patch.object(Range, "padding", 8):
+            self.assertEqual(profile(0, Range(BUNDLE)), SLOTS * (LAYERS * ROW + 8))
+        runner.server_args.max_total_tokens = None
+        self.assertEqual(profile(0, None), 5)
 
     def test_the_capacity_is_the_range(self):
         runner = types.SimpleNamespace(server_args=types.SimpleNamespace(max_total_tokens=None))

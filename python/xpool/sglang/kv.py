@@ -451,13 +451,10 @@ def _check_arguments(arguments, gpu=False):
 def _open(runner):
     """The range for this rank, or None when the daemon keeps no account of it."""
     global _kv
-    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-
     from xpool.sglang import kv_pool
 
-    token_bytes = DefaultPoolConfigurator(runner)._cell_size
     try:
-        kv = kvs.Kv(ops.attached(), token_bytes)
+        kv = kvs.Kv(ops.attached(), _token_bytes(runner))
     except XpoolError as error:
         if error.status != kvs.UNSUPPORTED:
             raise
@@ -489,11 +486,20 @@ def _constraints(original, runner, capacity):
 
 
 def _profile(original, runner, *arguments, **options):
-    """What SGLang believes to have for its pool: the range. What is free at this moment says nothing where
-    others start beside it, so nobody looks."""
-    if _kv is None or _kv.device < 0:
+    """What SGLang believes to have for its pool on a GPU: the range, or the share that the plan gives it. What
+    is free at this moment says nothing where others start beside it, so nobody looks."""
+    rank, most = ops.attached(), runner.server_args.max_total_tokens
+    if rank is None or rank.device is None or (_kv is None and most is None):
         return original(runner, *arguments, **options)
-    return _kv.reserved_tokens * _kv.token_bytes
+    if _kv is not None:
+        return _kv.reserved_tokens * _kv.token_bytes
+    return most * _token_bytes(runner)
+
+
+def _token_bytes(runner):
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    return DefaultPoolConfigurator(runner)._cell_size
 
 
 def mapped_bytes():
