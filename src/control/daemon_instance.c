@@ -19,6 +19,7 @@
 #include "transport/transport.h"
 
 #define WORKLOAD_TIMEOUT_NS (5 * XP_NS_PER_S) /* from a library's Hello to its Workload */
+#define STUCK_LIMIT         3 /* Generations in a row that may fail over one request */
 
 static const config_model_t *configured(const daemon_instance_t *instance)
 {
@@ -126,17 +127,69 @@ void daemon_instance_close_arenas(daemon_instance_t *instance, xp_status_t reaso
             transport_arena_close(instance->ranks[r].arena_fd, reason);
 }
 
+bool daemon_instance_waits(const daemon_instance_t *instance)
+{
+    bool waits = false;
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        waits = waits || (instance->ranks[r].waiting && instance->ranks[r].participant);
+    return waits && !instance->ending;
+}
+
+/* Whether the next Generation can go on where the last one stopped; fills in why not. Nobody else
+ * is in the arenas now. */
+static bool can_go_on(daemon_instance_t *instance, char *why, size_t size)
+{
+    uint64_t first = 0;
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        daemon_rank_t *rank = &instance->ranks[r];
+        uint64_t answered;
+        bool open;
+        if (!rank->waiting || rank->attached_at_agent)
+            continue;
+        if (transport_arena_look(rank->arena_fd, &answered, &open) != XP_OK) {
+            snprintf(why, size, "its arena cannot be read: %.180s", xp_error_last()->text);
+            return false;
+        }
+        /* A layer that some ranks have got and others have not cannot be submitted again. */
+        if (r > 0 && answered != first) {
+            snprintf(why, size, "its ranks had answers %llu and %llu when Generation %llu failed",
+                     (unsigned long long)first, (unsigned long long)answered,
+                     (unsigned long long)instance->daemon->last_failure.generation);
+            return false;
+        }
+        first = answered;
+        bool same = open && rank->stuck_count && rank->stuck_sequence == answered;
+        rank->stuck_count = open ? (same ? rank->stuck_count + 1 : 1) : 0;
+        rank->stuck_sequence = answered;
+        if (rank->stuck_count > STUCK_LIMIT) {
+            snprintf(why, size, "%u Generations in a row failed over its request %llu",
+                     rank->stuck_count, (unsigned long long)answered + 1);
+            return false;
+        }
+    }
+    return true;
+}
+
 void daemon_instance_try_attach(daemon_instance_t *instance)
 {
     daemon_t *daemon = instance->daemon;
+    char why[256];
     if (daemon->plane) {
         daemon_plane_try_attach(instance);
+        return;
+    }
+    if (daemon->state < DAEMON_JOINED || instance->ending)
+        return;
+    if (daemon_instance_waits(instance) && !can_go_on(instance, why, sizeof(why))) {
+        xp_log_err("model %s: %s", configured(instance)->id, why);
+        daemon_instance_end(instance, why);
         return;
     }
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         daemon_rank_t *rank = &instance->ranks[r];
         const daemon_participant_t *agent = daemon->atn[planned(instance)->rank_atn[r]];
-        if (rank->state != RANK_OFFERED || rank->attached_at_agent || !agent || !agent->joined)
+        if ((rank->state != RANK_OFFERED && !rank->waiting) || rank->attached_at_agent || !agent ||
+            !agent->joined)
             continue;
         rank->lease = ++daemon->next_lease;
         rank->attached_at_agent = true;
@@ -168,7 +221,8 @@ static void release_arena(daemon_instance_t *instance, uint32_t index)
         envelope.body.arena_detach.rank = index;
         wire_channel_send(agent->channel, &envelope, NULL, 0);
     }
-    rank->attached_at_agent = false;
+    rank->attached_at_agent = rank->waiting = false;
+    rank->stuck_count = 0;
     if (rank->arena_fd >= 0) {
         if (!daemon->plane)
             transport_arena_close(rank->arena_fd, XP_CLOSED);
@@ -212,7 +266,7 @@ void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
     if (attached->rank >= instance->rank_count)
         return;
     daemon_rank_t *rank = &instance->ranks[attached->rank];
-    if (attached->lease != rank->lease || rank->state != RANK_OFFERED)
+    if (attached->lease != rank->lease || (rank->state != RANK_OFFERED && !rank->waiting))
         return; /* of an Instance that has gone meanwhile */
     if (attached->error[0]) {
         /* The Instance is not to blame; it leaves in order, and its model says why. */
@@ -222,10 +276,13 @@ void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
         daemon_instance_end(instance, why);
         return;
     }
-    rank->state = RANK_ATTACHED;
-    xpw_Envelope answer = {.which_body = xpw_Envelope_attached_tag};
-    answer.body.attached.atn_pe = atn_index;
-    wire_channel_send(rank->participant->channel, &answer, &daemon->descriptors.doorbell_fd, 1);
+    rank->waiting = false;
+    if (rank->state == RANK_OFFERED) {
+        rank->state = RANK_ATTACHED;
+        xpw_Envelope answer = {.which_body = xpw_Envelope_attached_tag};
+        answer.body.attached.atn_pe = atn_index;
+        wire_channel_send(rank->participant->channel, &answer, &daemon->descriptors.doorbell_fd, 1);
+    } /* else it knows the bell, and that it is attached, from before */
     daemon_instance_refresh(instance);
     daemon_advance(daemon);
 }
@@ -300,7 +357,8 @@ void daemon_instances_drop_late(daemon_t *daemon)
                 kill_rank(instance, r, "it did not end with its Instance (deadlines.stop)");
         }
         if (instance->state == INSTANCE_ABSENT || instance->state == INSTANCE_SERVING ||
-            now - instance->admitted_ns < startup_ns)
+            now - instance->admitted_ns < startup_ns || daemon->reforming ||
+            (daemon->reforms && now - daemon->pause_began_ns < startup_ns))
             continue;
         char why[256];
         snprintf(why, sizeof(why),
@@ -331,6 +389,8 @@ static void admit(daemon_instance_t *instance, uint32_t index)
     admitted->dp_size = configured(instance)->attention_dp;
     admitted->spin_ns = daemon->planned->plan.spin_ns;
     admitted->submission_timeout_ns = daemon->planned->plan.submission_timeout_ns;
+    if (!daemon->plane)
+        admitted->pause_ns = (uint64_t)(daemon->config->deadlines.reform * (double)XP_NS_PER_S);
     rank->state = RANK_ADMITTED;
     daemon_plane_greet(rank->participant);
     int kv_fds[KV_DESCRIPTORS];

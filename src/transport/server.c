@@ -187,25 +187,45 @@ void transport_server_close(transport_server_t *server, xp_status_t reason)
     arena_close(server->arena, reason);
 }
 
-xp_status_t transport_arena_close(int arena_fd, xp_status_t reason)
+/* The header alone, by a process that only holds the descriptor. */
+static xp_status_t arena_header_map(int arena_fd, mailbox_arena_t **arena_out)
 {
-    if (reason != XP_CLOSED && reason != XP_FATAL)
-        return xp_fail(XP_INVALID, "an arena is closed as closed or fatal, not as %s",
-                       xp_status_name(reason));
     uint64_t bytes;
     void *address;
     XP_TRY(xp_memfd_check(arena_fd, &bytes));
     if (bytes < MAILBOX_HEADER_BYTES)
         return xp_fail(XP_PEER, "Transport arena has only %llu bytes", (unsigned long long)bytes);
     XP_TRY(xp_memfd_map(arena_fd, MAILBOX_HEADER_BYTES, &address));
-    xp_status_t status = XP_OK;
     mailbox_arena_t *arena = address;
-    if (PROTOCOL_LOAD_RELAXED(&arena->magic) == MAILBOX_MAGIC)
-        arena_close(arena, reason);
-    else
-        status = xp_fail(XP_PEER, "descriptor is no Transport arena");
-    xp_memfd_unmap(address);
-    return status;
+    if (PROTOCOL_LOAD_RELAXED(&arena->magic) != MAILBOX_MAGIC) {
+        xp_memfd_unmap(address);
+        return xp_fail(XP_PEER, "descriptor is no Transport arena");
+    }
+    *arena_out = arena;
+    return XP_OK;
+}
+
+xp_status_t transport_arena_close(int arena_fd, xp_status_t reason)
+{
+    if (reason != XP_CLOSED && reason != XP_FATAL)
+        return xp_fail(XP_INVALID, "an arena is closed as closed or fatal, not as %s",
+                       xp_status_name(reason));
+    mailbox_arena_t *arena;
+    XP_TRY(arena_header_map(arena_fd, &arena));
+    arena_close(arena, reason);
+    xp_memfd_unmap(arena);
+    return XP_OK;
+}
+
+xp_status_t transport_arena_look(int arena_fd, uint64_t *answered_out, bool *waiting_out)
+{
+    mailbox_arena_t *arena;
+    XP_TRY(arena_header_map(arena_fd, &arena));
+    uint64_t answered = PROTOCOL_LOAD_ACQUIRE(&arena->response.sequence);
+    *waiting_out = PROTOCOL_LOAD_ACQUIRE(&arena->request.sequence) != answered;
+    *answered_out = answered;
+    xp_memfd_unmap(arena);
+    return XP_OK;
 }
 
 xp_status_t transport_doorbell_make(uint32_t pes, int *fd_out)
@@ -227,6 +247,16 @@ xp_status_t transport_doorbell_make(uint32_t pes, int *fd_out)
     page->pes = pes;
     xp_memfd_unmap(address);
     *fd_out = fd;
+    return XP_OK;
+}
+
+xp_status_t transport_doorbell_renew(int fd)
+{
+    doorbell_page_t *page;
+    XP_TRY(transport_doorbell_map(fd, 0, &page));
+    for (uint32_t pe = 0; pe < DOORBELL_MAX_PES; pe++)
+        PROTOCOL_STORE_TOTAL(&page->lines[pe].bell.sleepers, 0u);
+    xp_memfd_unmap(page);
     return XP_OK;
 }
 

@@ -123,4 +123,7 @@ void transport_server_close(transport_server_t *server, xp_status_t reason);
 /* Marks the arena closed with a reason (XP_CLOSED for an ordered end, XP_FATAL for a canonical
  * failure) and wakes the waiter. For a process that only holds the descriptor (the daemon). */
 xp_status_t transport_arena_close(int arena_fd, xp_status_t reason);
+/* How far the arena is while no AtnAgent has it: the last request that was answered, and whether
+ * the one after it waits. The words are the peer's: for comparing only. */
+xp_status_t transport_arena_look(int arena_fd, uint64_t *answered_out, bool *waiting_out);
 #endif

@@ -302,6 +302,7 @@ def write_config(scene, folder, models):
         f"fabric.provider = '{scene.get('provider', 'auto')}'",
         f"devices.allow_shared_roles = {str(scene.get('shared', False)).lower()}",
         "deadlines.registration = 60",
+        f"deadlines.reform = {scene.get('reform', 0)}",
     ]
     if kind == "cpu":
         lines += [f"devices.'{name}'.memory = '512MiB'" for name in scene["atn"] + scene["ffn"]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """libxpool through real processes: examples/engine as somebody else's engine beside daemon and agents.
 It is served and ends in order; a native Instance beside it stays exact when it is killed; killing an agent
-or the daemon ends its call with the canonical failure within two seconds; what does not fit the plan is
-refused by name. The installed library is all that an engine needs. Observers count every layer of every
+(with deadlines.reform = 0) or the daemon ends its call with the canonical failure within two seconds, and
+else its call waits for the next Generation; what does not fit the plan is refused by name. The installed library is all that an engine needs. Observers count every layer of every
 step on all three sides."""
 
 import array
@@ -195,7 +195,7 @@ def survivors():
 
 def killed(role, words):
     """kill -9 of `role` while the engine is in its calls: they end with the canonical failure."""
-    with Library([library_model("other")], ffn=2) as system:
+    with Library([library_model("other")], ffn=2, settings="[deadlines]\nreform = 0") as system:
         system.start_roles()
         engine = system.engine("other", "--serve", "--steps", 0, "--rows", 4, "--quiet")
         wait_line(engine, "serving")

@@ -3,8 +3,8 @@
 """Deaths under load, in a system of one SGLang and one native Instance of the same checkpoint.
 
 An end of SGLang, however it comes, is its own: the native tokens stay exact, the model is reported down
-with the reason, its leases are taken back, `xpool serve` brings it back. The end of an agent is everybody's,
-at once and with the one canonical failure, which SGLang's log shows. An FfnAgent that stands still only
+with the reason, its leases are taken back, `xpool serve` brings it back. With deadlines.reform = 0 the end of
+an agent is everybody's, at once and with the one canonical failure, which SGLang's log shows. An FfnAgent that stands still only
 delays; past `deadlines.submission` it is a failure too, and SGLang does not hang in the C call.
 """
 
@@ -122,7 +122,7 @@ def ends_all(system, role, number, seconds, words):
 
 def instance_and_atnagent():
     prompt = harness.golden()[0]
-    with scene.Scene(models()) as system:
+    with scene.Scene(models(), settings="[deadlines]\nreform = 0") as system:
         system.start()
         system.golden(SGLANG)
         check(system.arenas() == 2, f"the AtnAgent has {system.arenas()} arenas mapped, not one of each Instance")
@@ -135,13 +135,13 @@ def instance_and_atnagent():
 
 
 def ffnagent():
-    with scene.Scene(models()) as system:
+    with scene.Scene(models(), settings="[deadlines]\nreform = 0") as system:
         system.start()
         ends_all(system, "ffnagent", signal.SIGKILL, AGENT_DEATH_SECONDS, "cpu:1")
 
 
 def deadline():
-    with scene.Scene(models(), settings=f"[deadlines]\nsubmission = {SUBMISSION_SECONDS}") as system:
+    with scene.Scene(models(), settings=f"[deadlines]\nreform = 0\nsubmission = {SUBMISSION_SECONDS}") as system:
         system.start()
         seconds = SUBMISSION_SECONDS + AGENT_DEATH_SECONDS
         ends_all(system, "ffnagent", signal.SIGSTOP, seconds, "no answer in")
