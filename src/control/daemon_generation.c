@@ -164,17 +164,19 @@ static bool was_barren(const daemon_t *daemon)
     return counters.invocations == 0 && (!since || xp_monotonic_ns() - since < BARREN_NS);
 }
 
+/* On GPUs the Instances end too: their kernels wait for rows that nobody will bring. */
 static void tell_former(daemon_t *daemon)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_failure_tag};
     envelope.body.failure = daemon->last_failure;
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
         daemon_participant_t *participant = &daemon->participants[i];
-        if (!participant->used || participant->former ||
-            (participant->role != xpw_Role_ROLE_ATNAGENT &&
-             participant->role != xpw_Role_ROLE_FFNAGENT))
+        bool agent = participant->role == xpw_Role_ROLE_ATNAGENT ||
+                     participant->role == xpw_Role_ROLE_FFNAGENT;
+        bool instance = daemon->plane && participant->role == xpw_Role_ROLE_INSTANCE;
+        if (!participant->used || participant->former || (!agent && !instance))
             continue;
-        participant->former = true;
+        participant->former = agent;
         wire_channel_send(participant->channel, &envelope, NULL, 0);
     }
     memset(daemon->atn, 0, sizeof(daemon->atn));

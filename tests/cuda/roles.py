@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: MIT
 """The programs of a system with GPUs, all of them real, over a libcuda without a GPU (tests/tools/fake_cuda.c)
 and an MPS controller that is a test program: start, attach, calls, a killed Instance and its successor, the
-ordered end, a killed FfnAgent. Kernels compute nothing there, so no row is looked at.
+ordered end, a killed FfnAgent, and the next Generation, whose FfnAgent takes the weights over. Kernels compute
+nothing there, so no row is looked at.
 
     tests/cuda/roles.py --build BUILD
 """
@@ -152,6 +153,34 @@ def failure(arguments, folder, scene):
         end(system)
 
 
+def reform(arguments, folder, scene):
+    """A killed FfnAgent: Instance and agents end, the daemon and the weights' memory stay."""
+    system = start(arguments, folder, dict(scene, reform=60))
+    try:
+        first = serve(arguments, system, scene, "first")
+        system.wait(lambda: ready(system), "System Ready", list(system.processes))
+        for generation in (2, 3):
+            agents = [name for name in system.processes if "agent" in name]
+            system.processes[f"ffnagent {scene['ffn'][0]}"].send_signal(signal.SIGKILL)
+            for name in agents + first:
+                system.processes.pop(name).wait(timeout=20)
+            check(system.processes["daemon"].poll() is None, "the daemon ended")
+            for name in agents:
+                kind, device = name.split()
+                system.role(name, kind, "--device", device)
+            first = serve(arguments, system, scene, f"of{generation}")
+            system.wait(lambda: ready(system), "System Ready again", list(system.processes))
+            said = system.tail(f"ffnagent {scene['ffn'][0]}")
+            check("bytes adopted, 0 read" in said and " 0 bytes adopted" not in said, f"weights were read: {said}")
+        (folder / "close").touch()
+        for rank in first:
+            check(system.processes[rank].wait(timeout=20) == 0, f"{rank}: {system.tail(rank)}")
+        clean, words = system.down()
+        check(clean, words)
+    finally:
+        end(system)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
@@ -173,6 +202,9 @@ def main():
         ("ranks", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2)),
         ("relay", life, dict(shared, provider="p2p-relay")),
         ("failure", failure, shared),
+        ("reform", reform, shared),
+        ("reform relay", reform, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay")),
+        ("reform members", reform, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
     ):
         with tempfile.TemporaryDirectory(prefix="xpool-roles-") as folder:
             began = time.monotonic()
