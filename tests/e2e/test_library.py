@@ -235,6 +235,36 @@ def daemon():
     killed("daemon", "the daemon died")
 
 
+def generations():
+    """Its call waits while the agents are replaced, also with two ranks, and then goes on."""
+    for tp in (1, 2):
+        with Library([library_model("other", attention_tp=tp)], atn=tp) as system:
+            system.start_roles()
+            engines = [
+                system.engine("other", "--rank", r, "--serve", "--steps", 0, "--rows", 4, "--quiet") for r in range(tp)
+            ]
+            for engine in engines:
+                wait_line(engine, "serving")
+            ready = lambda number: system.state()["generation"] == number and system.state()["verdict"]["system_ready"]
+            calls = lambda: system.state()["models"][0]["engine"]["ffn_calls"]
+            harness.wait_until(lambda: ready(1), 20, "READY")
+            for number, role in ((2, f"ffnagent cpu:{tp}"), (3, "atnagent cpu:0")):
+                agents = [p for p in system.hand if "agent" in p.args[1]]
+                # No layer is under way while its agent dies: ranks must have been answered alike.
+                os.kill(system.pid(f"ffnagent cpu:{tp}"), signal.SIGSTOP)
+                time.sleep(0.3)
+                os.kill(system.pid(role), signal.SIGKILL)
+                for process in agents:
+                    process.wait(10 * harness.SLOW)
+                system.hand = [p for p in system.hand if p not in agents]
+                system.hand += [system.launch(*process.args[1:-2]) for process in agents]
+                harness.wait_until(lambda n=number: ready(n), 20, f"Generation {number}")
+                before = calls()
+                harness.wait_until(lambda b=before: calls() > b + 2 * LAYERS, 10, "its calls go on")
+            harness.check(all(engine.poll() is None for engine in engines), "an engine ended")
+            system.down(*engines)
+
+
 def copy_of(checkpoint, folder):
     """The same checkpoint with other weights."""
     shutil.copytree(checkpoint, folder)
@@ -382,4 +412,7 @@ if __name__ == "__main__":
     if not ENGINE.exists():
         print(f"{ENGINE} is missing: build with scripts/build --tests")
         sys.exit(1)
-    harness.main(serves, ranks, rank_death, survivors, atnagent, ffnagent, daemon, refusals, no_daemon, observers, installed)
+    harness.main(
+        serves, ranks, rank_death, survivors, atnagent, ffnagent, daemon, generations, refusals, no_daemon, observers,
+        installed,
+    )

@@ -4,7 +4,8 @@
 
 An end of SGLang, however it comes, is its own: the native tokens stay exact, the model is reported down
 with the reason, its leases are taken back, `xpool serve` brings it back. With deadlines.reform = 0 the end of
-an agent is everybody's, at once and with the one canonical failure, which SGLang's log shows. An FfnAgent that stands still only
+an agent is everybody's, at once and with the one canonical failure, which SGLang's log shows; by default both
+streams go on in the next Generation, with the same tokens. An FfnAgent that stands still only
 delays; past `deadlines.submission` it is a failure too, and SGLang does not hang in the C call.
 """
 
@@ -140,6 +141,24 @@ def ffnagent():
         ends_all(system, "ffnagent", signal.SIGKILL, AGENT_DEATH_SECONDS, "cpu:1")
 
 
+def generations():
+    """kill -9 of an agent in mid-stream: SGLang's call waits for the next Generation."""
+    with scene.Scene(models()) as system:
+        system.start()
+        prompt = harness.golden()[0]
+        want = system.generate(NATIVE, prompt["ids"], LENGTH, 120)
+        tree = system.tree(SGLANG)
+        for number, role in ((2, "ffnagent"), (3, "atnagent")):
+            streams = streams_of(system, prompt)
+            os.kill(system.pid(role), signal.SIGKILL)
+            for stream in streams:
+                check(stream.result(120) == want, f"{role}: other tokens in the next Generation")
+            wait_until(lambda n=number: system.state()["generation"] == n and system.is_ready(), 30, "READY again")
+            system.golden(SGLANG)
+        check(system.tree(SGLANG) == tree, "SGLang's processes are others now")
+        system.stop(scene.STOP_SECONDS)
+
+
 def deadline():
     with scene.Scene(models(), settings=f"[deadlines]\nreform = 0\nsubmission = {SUBMISSION_SECONDS}") as system:
         system.start()
@@ -148,4 +167,4 @@ def deadline():
 
 
 if __name__ == "__main__":
-    scene.main(instance_and_atnagent, ffnagent, deadline)
+    scene.main(instance_and_atnagent, ffnagent, deadline, generations)
