@@ -53,6 +53,9 @@ typedef struct kv_market {
     kv_policy_snapshot_t snapshot; /* the policy's groups are the market's books */
     kv_policy_decisions_t decisions;
     kv_market_group_t groups[KV_MAX_GROUPS];
+    /* Instances wait for the next Generation in the middle of a step: who has not answered is not
+     * late, and has all its time again afterwards. */
+    bool paused;
     kv_market_record_t record;
     void *record_context;
     uint64_t decision_count;

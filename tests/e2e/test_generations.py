@@ -126,6 +126,51 @@ def atnagent():
     survives("atnagent cpu:1")
 
 
+def instance_too():
+    """An Instance dies together with an agent, or in the pause: the other one's stream is exact all the same,
+    and a successor that comes in the pause serves."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        want = system.generate("right", prompt["ids"], LENGTH, 120)
+        for attempt in range(2):
+            system.hand = []
+            _, survivor = streams_of(system, prompt)
+            victim = system.pid("serve left")
+            kill_in_flight(system, FFN)
+            time.sleep(0.2 * attempt)
+            os.kill(victim, signal.SIGKILL)
+            harness.wait_until(lambda: victim not in system.processes(), 5, "the Instance is dead")
+            time.sleep(0.05)
+            again = system.launch("serve", "left", log=system.folder / f"log.again{attempt}")
+            harness.check(survivor.result(60) == want, "the other Instance's tokens changed")
+            formed(system, attempt + 2)
+            system.hand = [again]
+            harness.check(system.generate("left", prompt["ids"], LENGTH, 60) == want, "not exact after its return")
+        system.hand = []
+        system.stop()
+
+
+def agents_at_once():
+    """Every agent at the same moment, and again while the next Generation forms."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        want = system.generate("left", prompt["ids"], LENGTH, 120)
+        for twice in (False, True):
+            streams = streams_of(system, prompt)
+            before = generation(system)
+            for _ in range(1 + twice):
+                for role, pid in system.roles().items():
+                    if "agent" in role:
+                        os.kill(pid, signal.SIGKILL)
+                harness.wait_until(lambda: any("agent" in r for r in system.roles()), 10, "agents again", 0.002)
+            for stream in streams:
+                harness.check(stream.result(60) == want, "tokens changed by the new Generation")
+            formed(system, before + 1)
+        system.stop()
+
+
 def stopped_for_good():
     """An FfnAgent that stands still past deadlines.submission is replaced; it is killed, not waited for."""
     prompt = harness.golden()[0]
@@ -254,6 +299,8 @@ if __name__ == "__main__":
         ffnagent_coordinator,
         ffnagent_other,
         atnagent,
+        instance_too,
+        agents_at_once,
         stopped_for_good,
         by_hand,
         nobody_comes,
