@@ -135,38 +135,84 @@ bool daemon_instance_waits(const daemon_instance_t *instance)
     return waits && !instance->ending;
 }
 
+/* A rank of the same attention DP rank that has the answer which `behind` waits for. */
+static const daemon_rank_t *rank_ahead(const daemon_instance_t *instance, uint32_t behind,
+                                       const uint64_t *answered)
+{
+    uint32_t tp = configured(instance)->attention_tp;
+    for (uint32_t r = behind - behind % tp; r < behind - behind % tp + tp; r++)
+        if (instance->ranks[r].waiting && answered[r] == answered[behind] + 1)
+            return &instance->ranks[r];
+    return NULL;
+}
+
+/* Ranks submit a layer together; who has got a layer cannot submit it again. Under attention TP the
+ * others' answer is the same rows, under attention DP it is not. */
+static bool level_ranks(const daemon_instance_t *instance, uint64_t *answered, bool *open,
+                        char *why, size_t size)
+{
+    uint64_t most = 0;
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        most = answered[r] > most ? answered[r] : most;
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        const daemon_rank_t *rank = &instance->ranks[r];
+        if (!rank->waiting || answered[r] == most)
+            continue;
+        const daemon_rank_t *ahead = rank_ahead(instance, r, answered);
+        transport_geometry_t geometry = {.hidden = rank->offer.hidden,
+                                         .max_rows = rank->offer.max_rows,
+                                         .dtype = (xp_dtype_t)rank->offer.dtype,
+                                         .dp_size = configured(instance)->attention_dp};
+        if (!ahead || transport_arena_carry(ahead->arena_fd, rank->arena_fd, &geometry) != XP_OK) {
+            snprintf(why, size, "its ranks had answers %llu and %llu when Generation %llu failed",
+                     (unsigned long long)most, (unsigned long long)answered[r],
+                     (unsigned long long)instance->daemon->last_failure.generation);
+            return false;
+        }
+        answered[r]++;
+        open[r] = false;
+    }
+    return true;
+}
+
 /* Whether the next Generation can go on where the last one stopped; fills in why not. Nobody else
  * is in the arenas now. */
 static bool can_go_on(daemon_instance_t *instance, char *why, size_t size)
 {
-    uint64_t first = 0;
+    uint64_t answered[FABRIC_MAX_RANKS] = {0};
+    bool open[FABRIC_MAX_RANKS];
     for (uint32_t r = 0; r < instance->rank_count; r++) {
-        daemon_rank_t *rank = &instance->ranks[r];
-        uint64_t answered;
-        bool open;
-        if (!rank->waiting || rank->attached_at_agent)
-            continue;
-        if (transport_arena_look(rank->arena_fd, &answered, &open) != XP_OK) {
+        const daemon_rank_t *rank = &instance->ranks[r];
+        if (rank->waiting &&
+            transport_arena_look(rank->arena_fd, &answered[r], &open[r]) != XP_OK) {
             snprintf(why, size, "its arena cannot be read: %.180s", xp_error_last()->text);
             return false;
         }
-        /* A layer that some ranks have got and others have not cannot be submitted again. */
-        if (r > 0 && answered != first) {
-            snprintf(why, size, "its ranks had answers %llu and %llu when Generation %llu failed",
-                     (unsigned long long)first, (unsigned long long)answered,
-                     (unsigned long long)instance->daemon->last_failure.generation);
-            return false;
-        }
-        first = answered;
-        bool same = open && rank->stuck_count && rank->stuck_sequence == answered;
-        rank->stuck_count = open ? (same ? rank->stuck_count + 1 : 1) : 0;
-        rank->stuck_sequence = answered;
+    }
+    if (!level_ranks(instance, answered, open, why, size))
+        return false;
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        daemon_rank_t *rank = &instance->ranks[r];
+        if (!rank->waiting)
+            continue;
+        bool same = open[r] && rank->stuck_count && rank->stuck_sequence == answered[r];
+        rank->stuck_count = open[r] ? (same ? rank->stuck_count + 1 : 1) : 0;
+        rank->stuck_sequence = answered[r];
         if (rank->stuck_count > STUCK_LIMIT) {
             snprintf(why, size, "%u Generations in a row failed over its request %llu",
-                     rank->stuck_count, (unsigned long long)answered + 1);
+                     rank->stuck_count, (unsigned long long)answered[r] + 1);
             return false;
         }
     }
+    return true;
+}
+
+/* All that waited before are to be handed on: once a Generation. */
+static bool none_handed_on(const daemon_instance_t *instance)
+{
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        if (instance->ranks[r].waiting && instance->ranks[r].attached_at_agent)
+            return false;
     return true;
 }
 
@@ -180,7 +226,8 @@ void daemon_instance_try_attach(daemon_instance_t *instance)
     }
     if (daemon->state < DAEMON_JOINED || instance->ending)
         return;
-    if (daemon_instance_waits(instance) && !can_go_on(instance, why, sizeof(why))) {
+    if (daemon_instance_waits(instance) && none_handed_on(instance) &&
+        !can_go_on(instance, why, sizeof(why))) {
         xp_log_err("model %s: %s", configured(instance)->id, why);
         daemon_instance_end(instance, why);
         return;

@@ -228,6 +228,38 @@ xp_status_t transport_arena_look(int arena_fd, uint64_t *answered_out, bool *wai
     return XP_OK;
 }
 
+static xp_status_t arena_carry(transport_server_t *ahead, transport_server_t *behind)
+{
+    transport_pending_t pending;
+    XP_TRY(transport_server_poll(behind, &pending));
+    if (pending.sequence != ahead->answered)
+        return xp_fail(XP_PEER, "request %llu has no answer in an arena that has answered %llu",
+                       (unsigned long long)pending.sequence, (unsigned long long)ahead->answered);
+    const transport_geometry_t *geometry = &behind->geometry;
+    uint32_t status = PROTOCOL_LOAD_RELAXED(&ahead->arena->response.status);
+    if (status >= XP_STATUS_COUNT)
+        return xp_fail(XP_PEER, "an answer of unknown status %u", status);
+    memcpy(pending.output, (const char *)ahead->arena + transport_arena_output_offset(geometry),
+           pending.rows * transport_row_bytes(geometry));
+    transport_server_complete(behind, pending.sequence, (xp_status_t)status);
+    return XP_OK;
+}
+
+xp_status_t transport_arena_carry(int ahead_fd, int behind_fd, const transport_geometry_t *geometry)
+{
+    transport_server_t *ahead = NULL, *behind = NULL;
+    xp_status_t status;
+    XP_TRY_GOTO(status, done, transport_server_create(ahead_fd, geometry, &ahead));
+    XP_TRY_GOTO(status, done, transport_server_create(behind_fd, geometry, &behind));
+    status = arena_carry(ahead, behind);
+    if (status == XP_RETRY || status == XP_CLOSED)
+        status = xp_fail(XP_PEER, "no request waits in an arena that is behind another one");
+done:
+    transport_server_destroy(ahead);
+    transport_server_destroy(behind);
+    return status;
+}
+
 xp_status_t transport_doorbell_make(uint32_t pes, int *fd_out)
 {
     int fd;
