@@ -94,6 +94,8 @@ xpool_reference_test(library ffn_library.py 600)
 set_tests_properties(reference/library PROPERTIES RUN_SERIAL TRUE)
 xpool_script_test(reference/openai-client "e2e;reference" 300
                   ${XPOOL_TEST_PYTHON} --venv tests/e2e/openai_client.py)
+xpool_script_test(e2e/kv-ranks e2e 300 ${XPOOL_TEST_PYTHON} --venv tests/e2e/kv_ranks.py)
+set_tests_properties(e2e/kv-ranks PROPERTIES RUN_SERIAL TRUE)
 set_tests_properties(reference/openai-client PROPERTIES RUN_SERIAL TRUE)
 if(EXISTS ${CMAKE_SOURCE_DIR}/../shared/check/golden_serve.py)
   xpool_script_test(e2e/golden-serve e2e 400 ${XPOOL_TEST_PYTHON} --system
@@ -111,7 +113,13 @@ function(xpool_sglang_test name file timeout)
   set_tests_properties(sglang/${name} PROPERTIES RUN_SERIAL TRUE)
 endfunction()
 xpool_sglang_test(plugin-units test_plugin_units.py 300)
+xpool_sglang_test(bench-units test_bench_units.py 120)
+xpool_sglang_test(graph-units test_graph_units.py 300)
 xpool_sglang_test(kv test_kv.py 300)
+if(TARGET fake_cuda)
+  xpool_sglang_test(kv-device ../cuda/kv_torch.py 300 --rehearse --build ${CMAKE_BINARY_DIR}
+                    --out ${CMAKE_BINARY_DIR}/tests)
+endif()
 xpool_sglang_test(plugin-refusals test_plugin_refusals.py 900)
 xpool_sglang_test(vanilla vanilla.py 1200)
 set_tests_properties(sglang/vanilla PROPERTIES FIXTURES_SETUP sglang_vanilla)
@@ -127,6 +135,7 @@ xpool_sglang_test(tensor-parallel test_parallel.py 420 tensor_parallel)
 xpool_sglang_test(data-parallel test_parallel.py 420 data_parallel)
 xpool_sglang_test(kill test_kill.py 900)
 xpool_sglang_test(mixed test_mixed.py 420)
+xpool_sglang_test(borrow test_borrow.py 420)
 if(EXISTS ${CMAKE_SOURCE_DIR}/tests/sglang/test_quickstart.py)
   xpool_sglang_test(quickstart test_quickstart.py 600)
 endif()
@@ -141,6 +150,21 @@ endif()
 xpool_script_test(cuda/roles cuda 180 ${XPOOL_TEST_PYTHON} --venv tests/cuda/roles.py
                   --build ${CMAKE_BINARY_DIR})
 set_tests_properties(cuda/roles PROPERTIES RUN_SERIAL TRUE)
+# Endurance, in short form: on processors, where every row is checked, and over a libcuda without a GPU.
+if(TARGET cuda_instance)
+  set(soak ${CMAKE_SOURCE_DIR}/tests/cuda/soak_on_device --build ${CMAKE_BINARY_DIR} --seconds 1 --kills 16
+      --agent-kills 3 --settle 0.3)
+  xpool_script_test(cuda/soak-cpu cuda 120 ${XPOOL_TEST_PYTHON} --system ${soak} --rehearse cpu
+                    --out ${CMAKE_BINARY_DIR}/soak-cpu)
+  xpool_script_test(cuda/soak-fake cuda 120 ${XPOOL_TEST_PYTHON} --system ${soak} --rehearse fake
+                    --out ${CMAKE_BINARY_DIR}/soak-fake)
+  # The Instances do see what is wrong.
+  xpool_script_test(cuda/soak-wrong cuda 60 ${XPOOL_TEST_PYTHON} --system ${soak} --rehearse cpu --only soak
+                    --out ${CMAKE_BINARY_DIR}/soak-wrong)
+  set_property(TEST cuda/soak-wrong APPEND PROPERTY ENVIRONMENT "XPOOL_TEST_ZERO_FFN=1")
+  set_tests_properties(cuda/soak-wrong PROPERTIES PASS_REGULAR_EXPRESSION "qwen3-moe: [0-9]+ wrong: wrong: ")
+  set_tests_properties(cuda/soak-cpu cuda/soak-fake cuda/soak-wrong PROPERTIES RUN_SERIAL TRUE)
+endif()
 
 # The demo itself, as a user runs it the second time.
 xpool_script_test(e2e/demo "e2e;reference" 300 scripts/demo)

@@ -159,25 +159,21 @@ active proctype Scheduler()
         if
         :: (mine % 2 == 1 && !gone) ->
             /* ffn_cuda_command_post */
-            found = sequence[commands % ENTRIES];
-            if
-            :: found != LEFT ->
-                item[commands % ENTRIES] = now;
+            found = (commands >= ENTRIES -> commands + 1 - ENTRIES : 0);
+            item[commands % ENTRIES] = now;
 #ifdef BUG_STORE
-                sequence[commands % ENTRIES] = commands + 1;
-                posted = true;
+            sequence[commands % ENTRIES] = commands + 1;
+            posted = true;
 #else
-                atomic {
-                    if
-                    :: sequence[commands % ENTRIES] == found ->
-                        sequence[commands % ENTRIES] = commands + 1;
-                        posted = true
-                    :: else
-                    fi
-                }
+            atomic {
+                if
+                :: sequence[commands % ENTRIES] == found ->
+                    sequence[commands % ENTRIES] = commands + 1;
+                    posted = true
+                :: else
+                fi
+            }
 #endif
-            :: else
-            fi;
             if
             :: posted -> commands++
             :: else -> gone = true

@@ -8,7 +8,7 @@
  * arenas are written only while they are mapped; everything comes to its end.
  *
  *   Rank    stage_device_put, stage_device_wait_look
- *   Member  stage_scheduler_line, _run, _done, _partials, _chunk_done, _order
+ *   Member  stage_scheduler_line, _run, _done, _partials, _chunk_done, _order, _closed
  *   Host    stage_ffn_attach, stage_ffn_detach, in the order that stage.h demands
  *
  * Planted mistakes, each of which Spin must find:
@@ -44,6 +44,7 @@ byte wanted[MEMBERS], now[MEMBERS];
 
 byte life, dead; /* the host's */
 bool mapped, ended;
+bool closed; /* the arenas */
 
 proctype Rank(byte r)
 {
@@ -87,6 +88,7 @@ proctype Rank(byte r)
 #define RUNNING  1
 #define PARTIALS 2
 #define JOB      3
+#define DROPPED  4 /* until the host's order */
 
 proctype Member(byte m)
 {
@@ -97,7 +99,8 @@ proctype Member(byte m)
 #ifdef BUG_DETACH_RUNNING
        true ->
 #else
-       (phase == IDLE || phase == PARTIALS) -> /* what is gathered or waited for is dropped */
+       /* what is gathered or waited for is dropped */
+       (phase == IDLE || phase == PARTIALS || phase == DROPPED) ->
 #endif
         if
         :: STATE(wanted[m]) == ATTACHED -> phase = IDLE; taken = 0
@@ -114,8 +117,15 @@ proctype Member(byte m)
        line[AT(m, 0)] > taken && line[AT(m, 1)] > taken ->
        assert(line[AT(m, 0)] == line[AT(m, 1)]);
 #endif
-        sequence = line[AT(m, 0)];
-        phase = RUNNING
+        if
+        :: true ->
+            sequence = line[AT(m, 0)];
+            phase = RUNNING
+        :: m == 1 -> /* its copy of a line is nonsense */
+            closed = true;
+            phase = DROPPED
+        fi
+    :: phase == PARTIALS && closed -> phase = DROPPED /* the other member brings nothing */
     :: phase == RUNNING ->
         own = input[m];
         if
@@ -169,6 +179,7 @@ active proctype Host()
         /* A successor has arenas of its own, and finds stages without words of its predecessor. */
         d_step {
             dead = 0;
+            closed = false;
             answer[0] = 0;
             answer[1] = 0;
             output[0] = 0;

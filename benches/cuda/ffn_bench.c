@@ -5,6 +5,7 @@
  * L2 in all.
  *
  * usage: cuda_ffn_bench [quick] [dense-decode] [moe-decode] [dense-prefill] [moe-prefill]
+ *                       [orders] [variants] [read]   (these only when named)
  * Rows go to stdout as lines of JSON; benches/cuda/ffn_on_device makes the file.
  */
 #include <math.h>
@@ -22,6 +23,7 @@ typedef struct bench_lanes {
 
 static double copy_rate; /* bytes read plus bytes written, a second */
 static bool quick;
+static uint32_t sample_count = SAMPLES; /* of a resident series */
 
 static int compare_doubles(const void *a, const void *b)
 {
@@ -215,7 +217,7 @@ static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_
     cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
     cuda_address_t list = ffn_kit_alloc(kit, sizeof(l->at));
     cuda_address_t answer = ffn_kit_alloc(kit, 256), out = ffn_kit_alloc(kit, sizeof(samples));
-    uint32_t lane_count = l->count, count = quick ? 256 : SAMPLES;
+    uint32_t lane_count = l->count, count = quick ? 256 : sample_count;
     uint64_t first = 0, last = (uint64_t)count + 1;
     void *post[] = {&queue, &list, &lane_count, &first, &count, &pause_ns, &answer, &out};
     void *leave[] = {&queue, &last};
@@ -474,6 +476,170 @@ static void bench_orders(ffn_kit_t *kit)
     ffn_kit_model_free(kit, &m);
 }
 
+/* How fast memory can be read at all, in several patterns, over 3.2 GB. */
+static void read_row(ffn_kit_t *kit, const char *name, uint32_t which, uint32_t blocks,
+                     uint32_t threads, uint32_t shared, uint64_t bytes, void **parameters)
+{
+    double times[3];
+    char metric[96], note[160];
+    for (uint32_t i = 0; i < 4; i++) {
+        begin(kit);
+        CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[which], blocks, 1, 1,
+                           threads, 1, 1, shared, kit->stream, parameters, NULL));
+        const double us = end_us(kit);
+        if (i)
+            times[i - 1] = us;
+    }
+    const double rate = (double)bytes / median(times, 3) * 1e6;
+    snprintf(metric, sizeof(metric), "ffn.read.%s.copy_fraction", name);
+    snprintf(note, sizeof(note), "%.3f TB/s, reading only", rate / 1e12);
+    row(metric, rate / copy_rate, "ratio", NAN, NAN, NULL, note);
+}
+
+static void bench_read(ffn_kit_t *kit)
+{
+    static const uint32_t pieces[] = {1024, 2048, 4096, 8192, 16384};
+    static const uint32_t units[][2] = {{1, 65536},  {16, 10240}, {32, 10240},
+                                        {64, 10240}, {16, 34816}, {32, 34816}};
+    const uint32_t blocks = kit->kernels.blocks;
+    uint64_t bytes = (uint64_t)3 << 30;
+    cuda_address_t from = ffn_kit_alloc(kit, bytes), sink = ffn_kit_alloc(kit, 256);
+    char name[64];
+    ffn_kit_fill(kit, from, bytes / 2, 8, 1.0f, FFN_CUDA_BF16);
+    for (uint32_t interleaved = 0; interleaved < 2; interleaved++)
+        for (uint32_t i = 0; i < 5; i++) {
+            uint32_t piece = pieces[i];
+            void *parameters[] = {&from, &bytes, &piece, &interleaved};
+            snprintf(name, sizeof(name), "bulk%u%s", piece, interleaved ? "_interleaved" : "");
+            read_row(kit, name, FFN_KIT_READ_BULK, blocks, 128, FFN_KIT_READ_SHARED, bytes,
+                     parameters);
+        }
+    for (uint32_t i = 0; i < 6; i++) {
+        uint32_t rows = units[i][0], pitch = units[i][1];
+        const uint64_t panel = (uint64_t)rows * pitch;
+        /* What is left over of panels and units is not read. */
+        const uint64_t used =
+            bytes / panel / blocks * blocks * rows * (pitch / (8192 / rows) * (8192 / rows));
+        void *parameters[] = {&from, &bytes, &rows, &pitch};
+        snprintf(name, sizeof(name), "async%u_pitch%u", rows, pitch);
+        read_row(kit, name, FFN_KIT_READ_ASYNC, blocks, 256, FFN_KIT_READ_SHARED, used, parameters);
+    }
+    void *parameters[] = {&from, &bytes, &sink};
+    read_row(kit, "load", FFN_KIT_READ_LOAD, blocks * 2, 512, 0, bytes, parameters);
+    ffn_kit_free(kit, sink);
+    ffn_kit_free(kit, from);
+}
+
+/* Where a layer's time goes: the mean over blocks and Invocations of each mark, and how far the
+ * blocks' means are apart. Nanoseconds since the command was seen. */
+static void trace_text(ffn_kit_t *kit, cuda_address_t trace, uint32_t invocations, char *text,
+                       size_t size)
+{
+    static const char *const names[FFN_CUDA_TRACE_MARKS] = {
+        "read", "logits", "all logits", "begin", "gate", "all gate", "down", "end"};
+    static uint32_t sums[FFN_CUDA_TRACE_MARKS][FFN_CUDA_MAX_BLOCKS];
+    size_t used = 0;
+    ffn_kit_read(kit, trace, sums, sizeof(sums));
+    for (uint32_t m = 0; m < FFN_CUDA_TRACE_MARKS; m++) {
+        double mean = 0, most = 0, least = 1e30;
+        for (uint32_t b = 0; b < kit->kernels.blocks; b++) {
+            const double ns = (double)sums[m][b] / invocations;
+            mean += ns / kit->kernels.blocks;
+            most = fmax(most, ns);
+            least = fmin(least, ns);
+        }
+        if (mean > 0)
+            used += (size_t)snprintf(text + used, size - used, " %s %.2f (%.2f-%.2f)", names[m],
+                                     mean / 1e3, least / 1e3, most / 1e3);
+        if (used >= size)
+            return;
+    }
+}
+
+/* Of gate and up in the latest Invocation, over the blocks. */
+static double mean_cycles(ffn_kit_t *kit, const ffn_cuda_workspace_t *w)
+{
+    static uint32_t cycles[2][FFN_CUDA_MAX_BLOCKS];
+    double mean = 0;
+    ffn_kit_read(kit, (cuda_address_t)(uintptr_t)w->cycles, cycles, sizeof(cycles));
+    for (uint32_t b = 0; b < kit->kernels.blocks; b++)
+        mean += (double)cycles[0][b] / kit->kernels.blocks;
+    return mean;
+}
+
+/* Decoding with each kernel of stream.cu, and with decode.cu (variant 0). */
+static void bench_variants_of(ffn_kit_t *kit, const char *name, const ffn_cuda_signature_t *s,
+                              uint32_t layers, const uint32_t *counts, uint32_t count_of_counts)
+{
+    const double part_bytes = 3.0 * s->hidden * s->intermediate * 2;
+    const uint32_t lane_count = s->experts ? MAX_LANES : layers;
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    ffn_kit_model_make(kit, s, layers, 6, false, &m);
+    lanes_make(kit, &m, lane_count, FFN_CUDA_DECODE_ROWS, 0, &l);
+    const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
+    cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
+    for (uint32_t c = 0; c < count_of_counts; c++) {
+        const uint32_t rows = counts[c];
+        double parts = s->experts ? s->top_k : 1;
+        if (s->experts && rows > 1) { /* distinct experts, as two Lanes choose them */
+            parts = 0;
+            for (uint32_t lane = 0; lane < 2; lane++) {
+                uint32_t chosen[FFN_CUDA_MAX_TOP_K];
+                bool seen[FFN_CUDA_MAX_EXPERTS] = {false};
+                for (uint32_t r = 0; r < rows; r++) {
+                    ffn_kit_chosen(&m, l.lane[lane].layer, 9000 + lane, r, chosen);
+                    for (uint32_t k = 0; k < s->top_k; k++) {
+                        parts += !seen[chosen[k]] / 2.0;
+                        seen[chosen[k]] = true;
+                    }
+                }
+            }
+        }
+        const double floor_us = parts * part_bytes / copy_rate * 1e6;
+        for (uint32_t v = 0; v <= STREAM_VARIANT_COUNT; v++) {
+            char metric[96], note[700], text[500] = "";
+            CHECK_OK(ffn_cuda_kernels_choose(&kit->kernels, v));
+            for (uint32_t i = 0; i < l.count; i++)
+                l.lane[i].workspace.trace = NULL;
+            lanes_rows(kit, &l, rows);
+            const double graph = decode_graph_us(kit, &l);
+            const resident_times_t ahead = resident_us(kit, &l, true, 0);
+            const resident_times_t plain = resident_us(kit, &l, false, 0);
+            for (uint32_t i = 0; i < l.count; i++)
+                l.lane[i].workspace.trace = (void *)(uintptr_t)trace;
+            lanes_rows(kit, &l, rows);
+            ffn_kit_set(kit, trace, 0, trace_bytes);
+            resident_us(kit, &l, false, 0);
+            trace_text(kit, trace, quick ? 256 : sample_count, text, sizeof(text));
+            const double gate_cycles = mean_cycles(kit, &l.lane[0].workspace);
+            snprintf(metric, sizeof(metric), "ffn.%s.decode%u.variant%u.%s", name, rows, v,
+                     s->experts ? "floor_ratio" : "copy_fraction");
+            snprintf(
+                note, sizeof(note),
+                "resident %.2f us (P99 %.2f), look-ahead %.2f, captured %.2f; floor %.2f;%s; %.0f "
+                "cycles of gate",
+                plain.mean_us, plain.p99_us, ahead.mean_us, graph, floor_us, text, gate_cycles);
+            row(metric, s->experts ? plain.mean_us / floor_us : floor_us / plain.mean_us, "ratio",
+                1.0, NAN, NULL, note);
+        }
+    }
+    CHECK_OK(ffn_cuda_kernels_choose(&kit->kernels, 0));
+    ffn_kit_free(kit, trace);
+    lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+}
+
+static void bench_variants(ffn_kit_t *kit)
+{
+    static const uint32_t dense[] = {1, 4, 8, 16}, moe[] = {1, 4, 16};
+    const ffn_cuda_signature_t s = signature_dense(), e = signature_moe();
+    sample_count = 512;
+    bench_variants_of(kit, "dense", &s, 6, dense, 4);
+    bench_variants_of(kit, "moe", &e, 4, moe, 3);
+    sample_count = SAMPLES;
+}
+
 static bool wanted(int count, char **arguments, const char *group)
 {
     bool any = false;
@@ -501,9 +667,14 @@ int main(int count, char **arguments)
         bench_dense_prefill(&kit);
     if (wanted(count, arguments, "moe-prefill"))
         bench_moe_prefill(&kit);
-    for (int i = 1; i < count; i++)
-        if (strcmp(arguments[i], "orders") == 0) /* only when asked for */
+    for (int i = 1; i < count; i++) { /* only when asked for */
+        if (strcmp(arguments[i], "orders") == 0)
             bench_orders(&kit);
+        if (strcmp(arguments[i], "read") == 0)
+            bench_read(&kit);
+        if (strcmp(arguments[i], "variants") == 0)
+            bench_variants(&kit);
+    }
     ffn_kit_close(&kit);
     return 0;
 }

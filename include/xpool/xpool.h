@@ -12,7 +12,8 @@
  *   xpool_rank_wait_executable FFN weights are in place, the arena is attached
  *   xpool_rank_ffn             any number of calls, from one thread at a time; on a GPU they are
  *                              queued on the caller's stream, xpool_rank_live says which rows count
- *                              when a captured graph is replayed, xpool_rank_finish how they ended
+ *                              when a captured graph is replayed, xpool_rank_mark and _look (or
+ *                              _finish) how they ended
  *   xpool_rank_serving         past the initialisation barrier: the model counts as served
  *   xpool_rank_close           says goodbye, gives the arena back
  *
@@ -97,7 +98,9 @@ typedef struct xpool_model_info {
     uint32_t kv_tokens;   /* KV Cache capacity of each rank */
     /* models[].slo, or scheduler.slo; 0: none */
     double slo_ttft_ms, slo_tbt_ms;
-    char device[32]; /* attention device of rank 0: "cpu:0", "cuda:1" */
+    char device[32];     /* attention device of rank 0: "cpu:0", "cuda:1" */
+    uint32_t kv_elastic; /* 1: the KV Cache grows and shrinks while it is in use; kv_tokens is the
+                            most */
 } xpool_model_info_t;
 /* Reads the checkpoints' headers and plans; seconds at most. */
 XPOOL_API xpool_status_t xpool_config_model_info(const xpool_config_t *config, const char *model_id,
@@ -205,6 +208,14 @@ XPOOL_API xpool_status_t xpool_rank_live(xpool_rank_t *rank, const xpool_live_t 
  * all outputs are right; XPOOL_RETRY: the device did not tell within `timeout_seconds`. */
 XPOOL_API xpool_status_t xpool_rank_finish(xpool_rank_t *rank, double timeout_seconds);
 
+/* GPU: remembers, in the order of `stream` and without waiting, how the calls before it ended. Not
+ * while the stream captures. The last 64 marks are kept. */
+XPOOL_API xpool_status_t xpool_rank_mark(xpool_rank_t *rank, void *stream, uint64_t *mark_out);
+/* GPU: what a mark says, once its stream has passed it (the caller has waited for an event behind
+ * it); costs one load where all is well. XPOOL_OK: all outputs before it are right; XPOOL_RETRY: it
+ * has not been passed. */
+XPOOL_API xpool_status_t xpool_rank_look(xpool_rank_t *rank, uint64_t mark);
+
 typedef struct xpool_rank_state {
     uint32_t struct_bytes;
     uint32_t max_rows, hidden;
@@ -213,6 +224,11 @@ typedef struct xpool_rank_state {
     uint64_t ffn_calls, ffn_rows;
     uint64_t ffn_wait_ns; /* total time spent waiting for answers */
     char failure[512];    /* why, when it ended by failure */
+    /* On a GPU, since xpool_rank_serving (before it: since the beginning); ffn_calls and ffn_rows
+     * are then those that the device has executed, rows being live ones. */
+    uint64_t eager_decode_calls, eager_prefill_calls; /* queued one by one, outside graphs */
+    uint64_t replayed_calls;                          /* executed by replayed graphs */
+    uint64_t captured_calls;                          /* in graphs, all that were captured */
 } xpool_rank_state_t;
 XPOOL_API void xpool_rank_state(const xpool_rank_t *rank, xpool_rank_state_t *state_out);
 
@@ -223,7 +239,7 @@ XPOOL_API void xpool_rank_state(const xpool_rank_t *rank, xpool_rank_state_t *st
  * commands, which the engine asks for between two of its scheduler's steps. Tokens are counted in
  * slots: slot s begins at address + s * token_bytes, all layers of one token together, and may hold
  * any token. Slots past the mapped ones may be read on the CPU, though nothing is there, and must
- * never be written.
+ * never be written; on a GPU nothing may touch them, a fill or a copy of a whole tensor included.
  *
  * Of the commands of a group, the tensor parallel ranks of one attention DP rank, every rank gets
  * the same shrink at the same step. A grow is told to rank 0 of the group alone, once all ranks
@@ -236,7 +252,8 @@ typedef struct xpool_kv xpool_kv_t;
 
 typedef struct xpool_kv_options {
     uint32_t struct_bytes;
-    uint64_t token_bytes; /* of one token here: every layer, K and V; refused if not the plan's */
+    uint64_t token_bytes; /* of one token here: every layer, K and V; refused if not the plan's,
+                             which on a GPU may have padding behind it (xpool_kv_info_t) */
 } xpool_kv_options_t;
 
 /* Reserves the range and maps what the daemon grants at the start: the floor. XPOOL_UNSUPPORTED:
@@ -261,8 +278,14 @@ typedef struct xpool_kv_info {
     /* New prefills wait while live requests would come to hold more: others need the memory that
      * the group has. UINT32_MAX: they need not. */
     uint32_t admit_tokens;
+    int32_t device; /* ordinal of the GPU that the range is on, in this process; -1: a CPU's */
 } xpool_kv_info_t;
 XPOOL_API xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out);
+
+/* The engine has captured its graphs and takes no more memory of its own: once, by every rank,
+ * before the first request. On a GPU the daemon forms the pool from what is free then; until all
+ * ranks that share the device have said so nobody gets more than its floor. Nothing on a CPU. */
+XPOOL_API xpool_status_t xpool_kv_captured(xpool_kv_t *kv);
 
 typedef enum xpool_kv_order {
     XPOOL_KV_GROW =
@@ -284,6 +307,9 @@ XPOOL_API xpool_status_t xpool_kv_poll(xpool_kv_t *kv, uint32_t step, uint32_t l
  * and their memory goes back. More slots than the command said are a beginning, after which fewer
  * follow as soon as live requests have left them; the daemon waits for no request. */
 XPOOL_API xpool_status_t xpool_kv_release(xpool_kv_t *kv, uint32_t tokens);
+/* The same on a GPU once what was queued on `stream` has ended, the last of the work that may use
+ * those slots. XPOOL_RETRY: it has not ended within 0.2 s, nothing was given back; call again. */
+XPOOL_API xpool_status_t xpool_kv_release_after(xpool_kv_t *kv, uint32_t tokens, void *stream);
 
 typedef enum xpool_kv_demand {
     XPOOL_KV_NONE = 0,

@@ -9,7 +9,7 @@ from xpool import native
 ModelInfo = namedtuple(
     "ModelInfo",
     "architecture engine hidden layers attention_tp attention_dp decode_rows prefill_rows"
-    " max_rows max_context kv_tokens slo_ttft_ms slo_tbt_ms device",
+    " max_rows max_context kv_tokens slo_ttft_ms slo_tbt_ms device kv_elastic",
 )
 
 

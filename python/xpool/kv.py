@@ -45,7 +45,8 @@ class Kv:
         self.bundle_tokens = info.bundle_tokens
         self.reserved_tokens = info.reserved_tokens
         self.leader = bool(info.leader)
-        self._address = info.address
+        self.device = info.device  # ordinal of the GPU in this process; -1: a CPU
+        self.address = int(ffi.cast("uintptr_t", info.address))
 
     def info(self):
         """The library's xpool_kv_info_t; what changes with commands is of now."""
@@ -53,9 +54,9 @@ class Kv:
         return self._info
 
     def memory(self, size):
-        """The first `size` bytes of the range as a writable buffer. What has no memory there must not be
+        """CPU: the first `size` bytes of the range as a writable buffer. What has no memory there must not be
         touched."""
-        return self._native.ffi.buffer(self._address, size)
+        return self._native.ffi.buffer(self._info.address, size)
 
     def poll(self, step, least_tokens):
         """The command that is due at scheduler step `step`, or None. `least_tokens`: slots that all live
@@ -71,9 +72,19 @@ class Kv:
         """Whether the daemon has said that the demand reported last cannot be met now."""
         return bool(self._native.lib.xpool_kv_refused(self.handle))
 
-    def release(self, tokens):
-        """Slots from `tokens` on are in nobody's use any more: their memory goes back."""
-        self._native.check(self._native.lib.xpool_kv_release(self.handle, tokens))
+    def captured(self):
+        """The engine has captured its graphs and takes no more memory of its own."""
+        self._native.check(self._native.lib.xpool_kv_captured(self.handle))
+
+    def release(self, tokens, stream=0):
+        """Slots from `tokens` on are in nobody's use any more, on a GPU once what was queued on `stream`
+        has ended: their memory goes back. False: it has not ended yet, try again."""
+        lib = self._native.lib
+        status = lib.xpool_kv_release_after(self.handle, tokens, self._native.ffi.cast("void *", stream))
+        if status == lib.XPOOL_RETRY:
+            return False
+        self._native.check(status)
+        return True
 
     def report(self, **values):
         """What this group needs and holds; fields of xpool_kv_report_t, those not given are 0."""

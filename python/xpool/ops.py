@@ -97,7 +97,9 @@ def _ffn_shim_cuda(hidden_states, layer):
 
 
 _library = torch.library.Library("xpool", "DEF")
-_library.define("ffn_shim(Tensor hidden_states, int layer) -> Tensor")
+_library.define(
+    "ffn_shim(Tensor hidden_states, int layer) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 _library.impl("ffn_shim", _ffn_shim, "CPU")
 _library.impl("ffn_shim", _ffn_shim_cuda, "CUDA")
 

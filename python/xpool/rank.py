@@ -17,7 +17,9 @@ OK, TIMEOUT, CLOSED, INVALID, FAILED = 0, 2, 3, 4, 9
 MAX_DP = 64  # more attention DP ranks than any placement has
 
 State = namedtuple(
-    "State", "max_rows hidden executable ended ffn_calls ffn_rows ffn_wait_ns failure"
+    "State",
+    "max_rows hidden executable ended ffn_calls ffn_rows ffn_wait_ns failure"
+    " eager_decode_calls eager_prefill_calls replayed_calls captured_calls",
 )
 Workload = namedtuple(
     "Workload",
@@ -38,8 +40,8 @@ class Rank:
         self._config = config  # the library keeps using it
         self.hidden = workload.hidden  # width of every row
         self.device = device
-        self._dp_size = workload.attention_dp
-        self._dp_rank = rank // workload.attention_tp
+        self.dp_size = workload.attention_dp
+        self.dp_rank = rank // workload.attention_tp
         self._step_stream = None  # under attention DP: of a step whose row counts are to come
         options = ffi.new(
             "xpool_rank_options_t *", {"struct_bytes": ffi.sizeof("xpool_rank_options_t")}
@@ -73,6 +75,7 @@ class Rank:
         self._cast = ffi.cast
         self._submit = lib.xpool_rank_ffn
         self._live = ffi.new("xpool_live_t *", {"struct_bytes": ffi.sizeof("xpool_live_t")})
+        self._mark = ffi.new("uint64_t *")
 
     def wait_executable(self, timeout_seconds=0.0):
         """Waits until the FFN side can execute; 0 takes deadlines.startup."""
@@ -97,19 +100,24 @@ class Rank:
         )
         self._native.check(self._native.lib.xpool_rank_serving(self.handle, serving))
 
-    def begin_step(self, step, execution=EAGER, rows=None, stream=0):
-        """Says what the calls until the next `begin_step` belong to. On a GPU `rows` are the live ones
+    def begin_step(self, step, execution=EAGER, rows=None, stream=0, dp_rows=None, deadline_ns=0):
+        """Says what the calls until the next `begin_step` belong to; `deadline_ns`: by when the first of
+        the step's requests should have its token, on CLOCK_MONOTONIC, 0: none. On a GPU `rows` are the live ones
         of the step's tensors, which may be longer (padding of a captured graph); written on `stream`
-        before what the step queues or replays there. None: every call's rows are all live."""
+        before what the step queues or replays there. None: every call's rows are all live. `dp_rows`:
+        the rows of all attention DP ranks, where they are known already."""
         self.call.step = step
         self.call.execution = execution
+        self.call.slo_deadline_ns = deadline_ns
         self.call.dp_rows = self._native.ffi.NULL
         self.call.live_on_device = 0
         self._step_stream = None
         if rows is None:
             return
         self.call.live_on_device = 1
-        if self._dp_size > 1:
+        if dp_rows is not None:
+            self.set_dp_rows(dp_rows)
+        if self.dp_size > 1 and dp_rows is None:
             self._step_stream = stream  # written when the counts of all ranks are known
         else:
             self.live(rows, step, stream)
@@ -122,18 +130,30 @@ class Rank:
             self._dp_rows[index] = count
         self.call.dp_rows = self._dp_rows
         if self._step_stream is not None:
-            self.live(rows[self._dp_rank], self.call.step, self._step_stream)
+            self.live(rows[self.dp_rank], self.call.step, self._step_stream)
 
     def live(self, rows, step, stream):
         """GPU: writes which rows count, in the order of `stream` (its address), for captured graphs."""
         live = self._live
         live.rows = rows
         live.step = step
+        live.slo_deadline_ns = self.call.slo_deadline_ns
         live.dp_rows = self.call.dp_rows
         live.stream = self._cast("void *", stream)
         self._native.check(
             self._native.lib.xpool_rank_live(self.handle, live, self._native.ffi.NULL)
         )
+
+    def mark(self, stream):
+        """GPU: remembers on `stream` (its address) how the calls before it ended; a number for `look`."""
+        self._native.check(
+            self._native.lib.xpool_rank_mark(self.handle, self._cast("void *", stream), self._mark)
+        )
+        return self._mark[0]
+
+    def look(self, mark):
+        """GPU: raises what went wrong before the mark; the caller has waited for its stream."""
+        self._native.check(self._native.lib.xpool_rank_look(self.handle, mark))
 
     def finish(self, timeout_seconds=10.0):
         """GPU: raises what went wrong in the calls that have run; their stream is idle."""

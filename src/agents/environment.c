@@ -11,6 +11,7 @@
 
 #include "config/handoff.h"
 #include "control/gpus.h"
+#include "control/participant.h"
 #include "control/planner.h"
 
 #define ENVIRONMENT_MAX_BYTES (512u * 1024)
@@ -126,6 +127,13 @@ static xp_status_t bind_ranks(const config_t *config, const uint32_t *rank_atn, 
     return status;
 }
 
+/* Before it ends after a crash, SGLang would hold its memory for 65 s to dump its state. */
+static xp_status_t set_no_dumps(void)
+{
+    XP_TRY(set_variable("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0", false));
+    return set_variable("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0", false);
+}
+
 static xp_status_t prepare_cpu(const config_t *config, const uint32_t *rank_atn, uint32_t ranks)
 {
     char threads[16];
@@ -135,9 +143,7 @@ static xp_status_t prepare_cpu(const config_t *config, const uint32_t *rank_atn,
     XP_TRY(set_variable("TORCHDYNAMO_DISABLE", "1", false));
     XP_TRY(set_variable("OMP_NUM_THREADS", threads, false));
     XP_TRY(set_variable("CUDA_VISIBLE_DEVICES", "", false));
-    /* Before it ends after a crash, SGLang would wait 65 s for dumps of a GPU that is not there. */
-    XP_TRY(set_variable("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0", false));
-    XP_TRY(set_variable("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0", false));
+    XP_TRY(set_no_dumps());
     if (ranks == 1)
         return XP_OK;
     XP_TRY(bind_ranks(config, rank_atn, ranks));
@@ -157,11 +163,13 @@ static xp_status_t join_mps(const config_t *config, const config_device_t *const
     return set_variable("CUDA_VISIBLE_DEVICES", list, true);
 }
 
-static xp_status_t prepare_driver(void)
+/* A kernel that is loaded behind a resident one of the same process is a deadlock, so agents load
+ * eagerly. An engine has no resident kernel: what its waits wait for comes from other processes,
+ * and the user may choose. */
+static xp_status_t prepare_driver(bool resident)
 {
     XP_TRY(set_variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", true));
-    /* A kernel that is loaded behind one that waits is a deadlock. */
-    return set_variable("CUDA_MODULE_LOADING", "EAGER", true);
+    return set_variable("CUDA_MODULE_LOADING", "EAGER", resident);
 }
 
 static xp_status_t prepare_cuda(const config_t *config, const uint32_t *rank_atn, uint32_t ranks)
@@ -171,14 +179,22 @@ static xp_status_t prepare_cuda(const config_t *config, const uint32_t *rank_atn
         devices[r] = &config->atn[rank_atn[r]];
     /* While the numbers are still those of the system. */
     XP_TRY(gpus_memory_hand_on(config));
-    XP_TRY(prepare_driver());
-    return join_mps(config, devices, ranks);
+    XP_TRY(prepare_driver(false));
+    XP_TRY(set_no_dumps());
+    /* GPUs are shared, with FfnAgents too: what is free differs from one to the next. */
+    XP_TRY(set_variable("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0", false));
+    XP_TRY(join_mps(config, devices, ranks));
+    /* A process that opens its GPU before there is a controller is never a client of it. */
+    return participant_await_daemon(config);
 }
 
 xp_status_t environment_agent(const config_t *config, const config_device_t *device, bool ffn_role,
                               int *ordinal_out)
 {
-    XP_TRY(prepare_driver());
+    XP_TRY(prepare_driver(true));
+    /* Two PEs on one GPU: NVSHMEM supports all it has only if their parts make no more than it. */
+    if (gpus_shared(config, device) && strncmp(config->fabric_provider, "nvshmem", 7) == 0)
+        XP_TRY(set_variable("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50", true));
     if (!ffn_role || gpus_shared(config, device)) {
         XP_TRY(join_mps(config, &device, 1));
         *ordinal_out = 0;

@@ -17,6 +17,7 @@
 
 #include "agents/agents.h"
 #include "agents/environment.h"
+#include "agents/heap.h"
 #include "agents/join.h"
 #include "agents/worker.h"
 #include "base/clock.h"
@@ -53,6 +54,7 @@ typedef struct ffnagent {
     uint32_t life_index;
     cuda_device_t device;
     transport_cuda_life_t life;
+    agent_heap_t heap; /* provider nvshmem */
     ffn_cuda_runtime_t *runtime;
     stage_ffn_t *stage;
     observe_t *observe;
@@ -271,7 +273,7 @@ static xp_status_t load_job(void *context)
         return xp_fail(XP_UNSUPPORTED, "XPOOL_TEST_ZERO_FFN is for FfnAgents on CPU devices");
     if (!used(self))
         return XP_OK;
-    XP_TRY(open_device(self));
+    XP_TRY(self->heap.heap ? cuda_device_use(&self->device) : open_device(self));
     stage_ffn_bytes(self->plan, self->index, &stages);
     uint64_t taken = stages.stages + stages.partials + stages.tables;
     ffn_cuda_config_t config = {
@@ -280,7 +282,8 @@ static xp_status_t load_job(void *context)
         .max_rows = stage_max_rows(self->plan, self->index),
         .buffer_rows = stage_buffer_rows(self->plan, self->index),
         .memory_bytes = self->memory_bytes > taken ? self->memory_bytes - taken : 1,
-        .resident = !shared(self),
+        /* The courier needs a multiprocessor, and the resident kernel leaves none. */
+        .resident = !shared(self) && self->plan->provider != FABRIC_PROVIDER_NVSHMEM_FAR,
         .shared_role = shared(self),
         .library = true,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,
@@ -322,9 +325,12 @@ static xp_status_t make_stages(ffnagent_t *self)
                                  .plan = self->plan,
                                  .ffn = self->index,
                                  .life = shared(self) ? &self->life : NULL,
+                                 .heap = self->heap.heap,
                                  .dispatch = ffn_cuda_runtime_dispatch(self->runtime)};
     XP_TRY(cuda_device_use(&self->device));
     XP_TRY(stage_ffn_create(&config, &self->stage));
+    if (self->heap.heap)
+        return XP_OK; /* everybody knows where it lies */
     for (uint32_t i = 0; i < self->plan->instance_count; i++) {
         const fabric_plan_instance_t *instance = &self->plan->instances[i];
         int fd;
@@ -384,9 +390,8 @@ static void start_done(void *context, xp_status_t status, const char *error)
         participant_fail(self->participant, error);
         return;
     }
-    if (stage_ffn_start(self->stage) != XP_OK ||
-        ffn_cuda_runtime_stats(self->runtime, &stats) != XP_OK ||
-        event_add(self->on_look, &period) != 0) {
+    if (ffn_cuda_runtime_stats(self->runtime, &stats) != XP_OK ||
+        stage_ffn_start(self->stage) != XP_OK || event_add(self->on_look, &period) != 0) {
         give_up(self);
         return;
     }
@@ -462,29 +467,40 @@ static void forget_arenas(ffnagent_t *self, uint32_t instance)
     }
 }
 
+static void attach_all(ffnagent_t *self, uint32_t instance, uint32_t rank, const int *arenas,
+                       uint32_t ranks)
+{
+    xp_status_t status =
+        stage_ffn_attach(self->stage, instance, arenas, ranks, within(ATTACH_LIMIT_NS));
+    if (status == XP_OK)
+        self->attached |= (uint64_t)1 << instance;
+    else
+        xp_log_error("cannot attach the arenas of an Instance");
+    answer_attach(self, instance, rank, status);
+}
+
 static xp_status_t on_attach(ffnagent_t *self, const xpw_ArenaAttach *attach,
                              wire_descriptors_t *fds)
 {
-    if (!self->started || attach->instance >= self->plan->instance_count || fds->count != 1 ||
+    if (!self->started || attach->instance >= self->plan->instance_count ||
+        fds->count != (self->heap.heap ? 0 : 1) ||
         attach->rank >= fabric_plan_ranks(&self->plan->instances[attach->instance]))
         return xp_fail(XP_PEER, "ArenaAttach out of order or without its descriptor");
     uint32_t i = attach->instance, ranks = fabric_plan_ranks(&self->plan->instances[i]);
     if (attach->lease != self->leases[i])
         forget_arenas(self, i); /* of ranks that went before all had come */
     self->leases[i] = attach->lease;
+    if (self->heap.heap) {
+        attach_all(self, i, attach->rank, NULL, ranks);
+        return XP_OK;
+    }
     if (self->arenas[i][attach->rank] >= 0)
         return xp_fail(XP_PEER, "a second arena of the same rank");
     self->arenas[i][attach->rank] = wire_descriptors_take(fds, 0);
     for (uint32_t r = 0; r < ranks; r++)
         if (self->arenas[i][r] < 0)
             return XP_OK;
-    xp_status_t status =
-        stage_ffn_attach(self->stage, i, self->arenas[i], ranks, within(ATTACH_LIMIT_NS));
-    if (status == XP_OK)
-        self->attached |= (uint64_t)1 << i;
-    else
-        xp_log_error("cannot attach the arenas of an Instance");
-    answer_attach(self, i, attach->rank, status);
+    attach_all(self, i, attach->rank, self->arenas[i], ranks);
     forget_arenas(self, i);
     return XP_OK;
 }
@@ -507,6 +523,8 @@ static void try_detach(ffnagent_t *self, uint32_t instance)
                              : XP_OK;
     if (status == XP_TIMEOUT && xp_monotonic_ns() < self->detach_until_ns[instance])
         return;
+    if (status == XP_CLOSED && self->finalizing)
+        status = XP_OK; /* the scheduler has left in order: nothing is in flight */
     self->attached &= ~bit;
     self->dropped &= ~bit;
     if (self->detaching & bit)
@@ -651,14 +669,36 @@ static xp_status_t on_plane(ffnagent_t *self, const xpw_DevicePlane *plane, wire
     return XP_OK;
 }
 
+static xp_status_t send_joined(ffnagent_t *self)
+{
+    xpw_Envelope answer = {.which_body = xpw_Envelope_joined_tag};
+    answer.body.joined.generation = self->plan->generation;
+    return participant_send(self->participant, &answer, NULL, 0);
+}
+
+static void heap_joined(void *context, xp_status_t status, const char *error)
+{
+    ffnagent_t *self = context;
+    if (status != XP_OK)
+        participant_fail(self->participant, error);
+    else if (send_joined(self) != XP_OK)
+        give_up(self);
+}
+
 static xp_status_t on_join(ffnagent_t *self, const xpw_Join *join, wire_descriptors_t *fds)
 {
     if (self->plan || self->life_fd < 0)
         return xp_fail(XP_PEER, "Join out of order");
     XP_TRY(agent_join(join, fds, &self->plan, NULL));
-    xpw_Envelope answer = {.which_body = xpw_Envelope_joined_tag};
-    answer.body.joined.generation = join->generation;
-    return participant_send(self->participant, &answer, NULL, 0);
+    if (!fabric_provider_heap(self->plan->provider))
+        return send_joined(self);
+    XP_TRY(open_device(self)); /* with or without weights: all PEs join */
+    self->heap = (agent_heap_t){.device = &self->device,
+                                .pe = join->pe,
+                                .base = self->base,
+                                .done = heap_joined,
+                                .context = self};
+    return agent_heap_begin(&self->heap, self->config, self->plan, self->participant);
 }
 
 static xp_status_t on_prepare(ffnagent_t *self, const xpw_Prepare *prepare)
@@ -699,6 +739,9 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         break;
     case xpw_Envelope_kept_weights_tag:
         status = on_kept(self, &envelope->body.kept_weights, fds);
+        break;
+    case xpw_Envelope_fabric_id_tag:
+        status = agent_heap_on_id(&self->heap, &envelope->body.fabric_id);
         break;
     case xpw_Envelope_prepare_tag:
         status = on_prepare(self, &envelope->body.prepare);
@@ -750,16 +793,18 @@ static void leave_at_once(ffnagent_t *self, int exit_code)
 {
     if (self->stage && self->started)
         (void)stage_ffn_stop(self->stage, within(FAIL_LIMIT_NS));
+    agent_heap_end(&self->heap, exit_code);
     _exit(exit_code);
 }
 
-static void free_all(ffnagent_t *self)
+static void free_all(ffnagent_t *self, int exit_code)
 {
     if (self->device.driver)
         (void)cuda_device_use(&self->device);
     stage_ffn_destroy(self->stage);
     ffn_cuda_runtime_destroy(self->runtime);
     transport_cuda_life_close(&self->life);
+    agent_heap_end(&self->heap, exit_code);
     cuda_device_close(&self->device);
     observe_close(self->observe);
     if (self->life_fd >= 0)
@@ -811,13 +856,14 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
     }
     event_base_dispatch(self->base);
     exit_code = participant_exit_code(self->participant);
-    if (exit_code || !worker_join(&self->loader, 0) || !worker_join(&self->starter, 0))
+    if (exit_code || !worker_join(&self->heap.worker, 0) || !worker_join(&self->loader, 0) ||
+        !worker_join(&self->starter, 0))
         leave_at_once(self, exit_code);
     worker_fini(&self->loader);
     worker_fini(&self->starter);
 done:
     participant_destroy(self->participant);
-    free_all(self);
+    free_all(self, exit_code);
     if (self->on_progress)
         event_free(self->on_progress);
     if (self->on_look)

@@ -23,13 +23,13 @@
 #include "agents/environment.h"
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/process.h"
 #include "control/planner.h"
 
 #define SGLANG_HOST       "127.0.0.1"
 #define SGLANG_MAX_WORDS  (96 + CONFIG_MAX_ENGINE_ARGS)
 #define SGLANG_TEXT_BYTES 4096
 #define CHECK_TIMEOUT_NS  (5 * XP_NS_PER_S)
-#define CHECK_PERIOD_NS   (10 * XP_NS_PER_MS)
 #define CHECK_NO_SGLANG   3
 #define CHECK_NO_PLUGIN   4
 /* The ports that the kernel hands out by itself begin above; SGLang binds its own only after half a
@@ -155,8 +155,14 @@ static void build_command(const config_t *config, const config_model_t *model,
     add_option(command, "--log-level", level_name(config->logging.level));
     add_option(command, "--log-level-http", "warning");
     add(command, "--skip-server-warmup");
-    if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA)
+    /* Its kernels wait for those of other ranks, and know nothing of life words. */
+    if (plan->ranks > 1)
+        add(command, "--disable-custom-all-reduce");
+    if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA) {
         add_option(command, "--device", "cuda");
+        if (plan->kv_elastic) /* its layers are strided, which other backends do not expect */
+            add_option(command, "--attention-backend", "triton");
+    }
     if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CPU) {
         add_option(command, "--device", "cpu");
         add_option(command, "--attention-backend", "torch_native");
@@ -164,8 +170,6 @@ static void build_command(const config_t *config, const config_model_t *model,
         add_option(command, "--grammar-backend", "none");
         add(command, "--disable-cuda-graph");
         add(command, "--disable-overlap-schedule");
-        if (plan->ranks > 1)
-            add(command, "--disable-custom-all-reduce");
     }
     for (uint32_t i = 0; i < model->engine_arg_count; i++)
         add(command, model->engine_args[i]);
@@ -189,17 +193,11 @@ static xp_status_t check_python(const config_model_t *model, const char *python)
                        "environment with SGLang, or name an interpreter that has it",
                        model->id, python, strerror(error));
     int wait_status = 0;
-    uint64_t deadline = xp_monotonic_ns() + CHECK_TIMEOUT_NS;
-    while (waitpid(pid, &wait_status, WNOHANG) == 0) {
-        if (xp_monotonic_ns() > deadline) {
-            /* A machine so busy is no reason to refuse; the server itself will tell. */
-            kill(pid, SIGKILL);
-            waitpid(pid, &wait_status, 0);
-            xp_log_warn("%s did not say within %d s whether it has SGLang; starting it anyway",
-                        python, (int)(CHECK_TIMEOUT_NS / XP_NS_PER_S));
-            return XP_OK;
-        }
-        nanosleep(&(struct timespec){.tv_nsec = (long)CHECK_PERIOD_NS}, NULL);
+    if (xp_child_reap(pid, xp_monotonic_ns() + CHECK_TIMEOUT_NS, &wait_status) == XP_TIMEOUT) {
+        /* A machine so busy is no reason to refuse; the server itself will tell. */
+        xp_log_warn("%s did not say within %d s whether it has SGLang; starting it anyway", python,
+                    (int)(CHECK_TIMEOUT_NS / XP_NS_PER_S));
+        return XP_OK;
     }
     int code = WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : -1;
     if (code == 0)

@@ -35,6 +35,10 @@ template <typename T> PROTOCOL_FUNCTION protocol_ref<T> protocol_make_ref(const 
 #define PROTOCOL_CAS(word, expected, value)                                                        \
     protocol_make_ref(word).compare_exchange_strong(                                               \
         *(expected), (value), cuda::memory_order_acq_rel, cuda::memory_order_acquire)
+/* The same where all who use the word are on one device: it waits for no bus. */
+#define PROTOCOL_CAS_NEAR(word, expected, value)                                                   \
+    cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(*(word)).compare_exchange_strong(        \
+        *(expected), (value), cuda::memory_order_acq_rel, cuda::memory_order_acquire)
 #else
 #define PROTOCOL_FUNCTION                   static inline
 #define PROTOCOL_LOAD_ACQUIRE(word)         __atomic_load_n((word), __ATOMIC_ACQUIRE)
@@ -48,6 +52,7 @@ template <typename T> PROTOCOL_FUNCTION protocol_ref<T> protocol_make_ref(const 
 /* True when *word was *expected and is now value; otherwise *expected holds what was found. */
 #define PROTOCOL_CAS(word, expected, value)                                                        \
     __atomic_compare_exchange_n((word), (expected), (value), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+#define PROTOCOL_CAS_NEAR PROTOCOL_CAS
 #endif
 
 /* The store that publishes a sequence. XPOOL_WEAKEN_RELEASE plants the mistake that

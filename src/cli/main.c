@@ -216,7 +216,7 @@ static int run(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
-    gpus_ask_own_program();
+    gpus_ask_own_program(0);
     int code = run(argc, argv);
     /* A full disk or a closed pipe must not look like success. */
     if (fflush(stdout) != 0 || ferror(stdout)) {

@@ -89,7 +89,8 @@ typedef struct config {
     uint32_t atn_count, ffn_count;
     config_device_t atn[CONFIG_MAX_DEVICES], ffn[CONFIG_MAX_DEVICES];
     bool allow_shared_roles;
-    char fabric_provider[16]; /* "auto", "shm", ... */
+    char fabric_provider[16];           /* "auto", "shm", ... */
+    char nvshmem_root[CONFIG_MAX_PATH]; /* "" = looked for */
     struct {
         uint32_t ffn_concurrency, atn_concurrency;
         config_policy_t ffn_policy;

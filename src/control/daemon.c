@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "control/daemon_kv.h"
 #include "control/daemon_private.h"
+#include "control/gpus.h"
 
 /* After a canonical failure everyone ends by itself; who has not by then is killed, so that the
  * whole system is gone within a second. */
@@ -512,6 +513,7 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
     if (daemon->state == DAEMON_DRAINING && daemon->reforming)
         for (uint32_t i = 0; i < daemon->config->model_count; i++)
             daemon_instance_close_arenas(&daemon->instances[i], XP_CLOSED);
+    daemon_participants_admit_waiting(daemon);
     daemon_plane_tick(daemon);
     daemon_status_probe(daemon);
     daemon_advance(daemon);
@@ -549,6 +551,11 @@ static xp_status_t daemon_start(daemon_t *daemon)
 {
     const config_t *config = daemon->config;
     XP_TRY(planner_make(config, 1, &daemon->planned));
+    if (fabric_provider_heap(daemon->planned->plan.provider)) {
+        stage_heap_place_t
+            place; /* the agents look for it too; here it is known before they start */
+        XP_TRY(gpus_nvshmem(config, &place));
+    }
     for (uint32_t i = 0; i < config->model_count; i++) {
         daemon->instances[i].rank_count = daemon->planned->models[i].ranks;
         if (config->models[i].engine == CONFIG_ENGINE_SGLANG)
@@ -563,8 +570,10 @@ static xp_status_t daemon_start(daemon_t *daemon)
     }
     XP_TRY(daemon_generation_start(daemon));
     XP_TRY(daemon_kv_start(daemon));
-    XP_TRY(wire_listen(config->daemon.socket, &daemon->listener, &daemon->lock));
+    /* Whoever sees the daemon may open its GPU: the MPS controller is there before. */
+    XP_TRY(wire_claim(config->daemon.socket, &daemon->lock));
     XP_TRY(daemon_plane_start(daemon));
+    XP_TRY(wire_open(config->daemon.socket, &daemon->listener));
     daemon->on_accept =
         event_new(daemon->base, daemon->listener, EV_READ | EV_PERSIST, daemon_on_accept, daemon);
     /* What removing the signal events restores: ending is not cut short by one more signal. */

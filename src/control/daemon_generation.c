@@ -173,7 +173,8 @@ static void tell_former(daemon_t *daemon)
         daemon_participant_t *participant = &daemon->participants[i];
         bool agent = participant->role == xpw_Role_ROLE_ATNAGENT ||
                      participant->role == xpw_Role_ROLE_FFNAGENT;
-        bool instance = daemon->plane && participant->role == xpw_Role_ROLE_INSTANCE;
+        bool instance =
+            daemon->plane && participant->role == xpw_Role_ROLE_INSTANCE && !participant->waits;
         if (!participant->used || participant->former || (!agent && !instance))
             continue;
         participant->former = agent;

@@ -20,6 +20,9 @@
 
 #define WORKLOAD_TIMEOUT_NS (5 * XP_NS_PER_S) /* from a library's Hello to its Workload */
 #define STUCK_LIMIT         3 /* Generations in a row that may fail over one request */
+/* Of deadlines.registration, how long a rank waits for its predecessor's end: less than it would
+ * wait for us, so that it is told why. */
+#define WAIT_SHARE 0.875
 
 static const config_model_t *configured(const daemon_instance_t *instance)
 {
@@ -442,12 +445,47 @@ static void admit(daemon_instance_t *instance, uint32_t index)
     daemon_plane_greet(rank->participant);
     int kv_fds[KV_DESCRIPTORS];
     daemon_kv_admit(daemon, instance->index, index, rank->participant->pid, admitted, kv_fds);
-    /* An engine whose KV Cache is fixed gets no channel. */
-    bool channel = planner_kv_elastic(daemon->planned, configured(instance));
+    /* An engine that makes its KV Cache itself gets no channel. */
+    bool channel = planner_kv_ranges(daemon->config, daemon->planned);
     wire_channel_send(rank->participant->channel, &envelope, kv_fds, channel ? KV_DESCRIPTORS : 0);
 }
 
-void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello *hello)
+/* Any process of the Instance is on its way out: killed, or told to end. */
+static bool leaving(const daemon_instance_t *instance)
+{
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        const daemon_participant_t *participant = instance->ranks[r].participant;
+        if (participant && (participant->told_to_stop || participant->said_bye ||
+                            daemon_participant_dying(participant)))
+            return true;
+    }
+    return instance->ending;
+}
+
+/* True: it waits, or was refused because that took too long. */
+static bool waits_for_predecessor(daemon_instance_t *instance, daemon_participant_t *participant)
+{
+    daemon_t *daemon = instance->daemon;
+    const char *id = configured(instance)->id;
+    double seconds = daemon->config->deadlines.registration * WAIT_SHARE;
+    if (!leaving(instance) && daemon_kv_vacant(daemon, instance->index))
+        return false;
+    if (xp_monotonic_ns() - participant->since_ns > (uint64_t)(seconds * (double)XP_NS_PER_S)) {
+        daemon_participant_refuse(
+            participant,
+            "the former Instance of model %s has not ended within %g s (deadlines.registration)",
+            id, seconds);
+        return true;
+    }
+    if (!participant->waits)
+        xp_log_info("model %s: rank %u of its next Instance (pid %d) waits for the end of the "
+                    "former one",
+                    id, participant->rank, (int)participant->pid);
+    participant->waits = true;
+    return true;
+}
+
+void daemon_instance_register(daemon_participant_t *participant)
 {
     daemon_t *daemon = participant->daemon;
     const config_model_t *model = config_model_find(daemon->config, participant->name);
@@ -458,28 +496,26 @@ void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello
     }
     daemon_instance_t *instance = &daemon->instances[model - daemon->config->models];
     bool library = model->engine != CONFIG_ENGINE_NATIVE;
-    if (hello->library != library) {
+    if (participant->library != library) {
         daemon_participant_refuse(
             participant,
             "models[%s].engine is \"%s\", this Instance runs %s; change the setting or start the "
             "other engine",
             model->id, config_engine_name(model->engine),
-            hello->library ? "another engine through libxpool" : "the native engine");
+            participant->library ? "another engine through libxpool" : "the native engine");
         return;
     }
-    if (hello->rank >= instance->rank_count) {
+    if (participant->rank >= instance->rank_count) {
         daemon_participant_refuse(participant,
                                   "rank %u of model %s: attention_tp x attention_dp is %u, ranks "
                                   "count from 0",
-                                  hello->rank, model->id, instance->rank_count);
+                                  participant->rank, model->id, instance->rank_count);
         return;
     }
-    daemon_rank_t *rank = &instance->ranks[hello->rank];
-    if (instance->ending || !daemon_kv_vacant(daemon, instance->index)) {
-        daemon_participant_refuse(
-            participant, "the former Instance of model %s has not ended yet; try again", model->id);
+    daemon_rank_t *rank = &instance->ranks[participant->rank];
+    if (waits_for_predecessor(instance, participant))
         return;
-    }
+    participant->waits = false;
     if (rank->participant) {
         daemon_participant_refuse(participant, "model %s already has its Instance (pid %d)",
                                   model->id, (int)rank->participant->pid);
@@ -491,15 +527,13 @@ void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello
         instance->engine[0] = '\0';
     }
     participant->index = instance->index;
-    participant->rank = hello->rank;
-    participant->library = hello->library;
     participant->since_ns = xp_monotonic_ns();
     rank->participant = participant;
     rank->weight_bytes = rank->kv_bytes = 0;
-    if (hello->library)
+    if (library)
         rank->state = RANK_HELLO;
     else
-        admit(instance, hello->rank);
+        admit(instance, participant->rank);
     daemon_instance_refresh(instance);
 }
 

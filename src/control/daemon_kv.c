@@ -85,6 +85,7 @@ static void on_process_end(evutil_socket_t fd, short events, void *context)
     daemon_kv_t *kv = process->kv;
     process_ended(kv, process->partition);
     work(kv);
+    event_active(kv->daemon->on_tick, EV_TIMEOUT, 0); /* its successor may wait */
 }
 
 static bool has_ended(const daemon_kv_process_t *process)
@@ -171,6 +172,19 @@ static void log_commands(const daemon_kv_t *kv)
     }
 }
 
+static void log_pools(const daemon_kv_t *kv)
+{
+    for (uint32_t p = 0; p < kv->market.plan.pool_count; p++) {
+        char is[32], planned[32];
+        if (kv->step.formed[p])
+            xp_log_info("KV: the pool of %s is %s (planned %s), by the memory that was free when "
+                        "graphs were captured",
+                        kv->daemon->config->atn[p].name,
+                        planner_human(kv->market.formed_bytes[p], is),
+                        planner_human(kv->market.plan.pools[p].bytes, planned));
+    }
+}
+
 static void set_timer(daemon_kv_t *kv, uint64_t now_ns, uint64_t next_ns)
 {
     event_del(kv->on_time);
@@ -222,6 +236,7 @@ static void work(daemon_kv_t *kv)
             if (kv->step.ring[g])
                 ring(kv, g);
         log_commands(kv);
+        log_pools(kv);
         set_timer(kv, now_ns, kv->step.next_ns);
         take_faults(kv, &kv->step);
         if (!kv->again)
@@ -252,6 +267,25 @@ static xp_status_t make_bells(daemon_kv_t *kv)
     for (uint32_t p = 0; p < kv->channel->partition_count; p++)
         XP_TRY(kv_bell_create(&kv->bells[p]));
     return XP_OK;
+}
+
+/* Devices of which the plan is an estimate: an engine's context, graphs and activations are its
+ * own. What utilisation leaves of a device stays free. */
+static void observe_pools(const config_t *config, const plan_result_t *planned,
+                          const kv_group_plan_t *groups, uint32_t group_count,
+                          kv_market_settings_t *settings)
+{
+    settings->observe = planner_kv_ranges(config, planned);
+    for (uint32_t a = 0; a < config->atn_count; a++) {
+        double memory = (double)planned->atn[a].budget_bytes / config->atn_memory_utilization;
+        settings->kept_bytes[a] = (uint64_t)memory - planned->atn[a].budget_bytes;
+    }
+    for (uint32_t g = 0; g < group_count; g++) {
+        const plan_model_t *model = &planned->models[groups[g].instance];
+        settings->rank_bytes[g] = model->attention_bytes + model->workspace_bytes +
+                                  model->arena_bytes +
+                                  KV_READY_BUNDLES_CUDA * groups[g].bundle_bytes;
+    }
 }
 
 xp_status_t daemon_kv_start(daemon_t *daemon)
@@ -286,6 +320,8 @@ xp_status_t daemon_kv_start(daemon_t *daemon)
         .hold_ns = HOLD_NS,
         .answer_ns = (uint64_t)(config->deadlines.kv * (double)XP_NS_PER_S),
     };
+    if (planned->cuda)
+        observe_pools(config, planned, groups, group_count, &settings);
     kv_market_init(&kv->market, kv->channel, &settings);
     XP_TRY(daemon_kv_records_start(kv));
     kv->on_bell = event_new(daemon->base, kv->bell, EV_READ | EV_PERSIST, on_bell, kv);
@@ -324,6 +360,8 @@ void daemon_kv_stop(daemon_t *daemon)
 
 static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *ask)
 {
+    kv_market_size_t sizes[KV_MAX_GROUPS];
+    uint32_t count = 0;
     for (uint32_t g = 0; g < kv->market.plan.group_count; g++) {
         const kv_group_entry_t *plan = &kv->market.plan.groups[g];
         if (plan->instance != model)
@@ -336,9 +374,9 @@ static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *a
             floor = (uint32_t)(((uint64_t)ask->floor_tokens + unit - 1) / unit);
         if (ask->has_ceiling)
             ceiling = (uint32_t)(((uint64_t)ask->ceiling_tokens + unit - 1) / unit);
-        XP_TRY(kv_market_set(&kv->market, g, floor, ceiling));
+        sizes[count++] = (kv_market_size_t){g, floor, ceiling};
     }
-    return XP_OK;
+    return kv_market_set(&kv->market, sizes, count);
 }
 
 static xp_status_t trim_models(daemon_kv_t *kv, const config_model_t *model, uint32_t *done_out)

@@ -3,6 +3,7 @@
  * Registration and messages of participants, their deaths, and the leases of Transport arenas.
  * Runs on the daemon's event loop thread.
  */
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -19,6 +20,8 @@
 #include "control/daemon_private.h"
 
 #define LAST_WORDS         64                 /* packets read of a process that has died */
+#define PROC_TEXT_MAX      4096               /* of /proc/PID/stat and status */
+#define PROC_FLAGS_ENDING  0x204u             /* Linux: PF_EXITING, PF_DUMPCORE */
 #define HELLO_TIMEOUT_NS   (5 * XP_NS_PER_S)  /* a connection that says nothing */
 #define REFUSED_TIMEOUT_NS (1 * XP_NS_PER_S)  /* one that was refused and does not leave */
 #define CLIENT_TIMEOUT_NS  (60 * XP_NS_PER_S) /* a command that asks nothing more */
@@ -60,6 +63,34 @@ void daemon_participant_kill(daemon_participant_t *participant)
         kill(participant->pid, SIGKILL);
 }
 
+/* A file of /proc as text; empty where there is none. */
+static void read_proc(pid_t pid, const char *file, char *out, size_t size)
+{
+    char path[64];
+    snprintf(path, sizeof(path), "/proc/%d/%s", (int)pid, file);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd >= 0 ? read(fd, out, size - 1) : 0;
+    out[got > 0 ? got : 0] = '\0';
+    if (fd >= 0)
+        close(fd);
+}
+
+bool daemon_participant_dying(const daemon_participant_t *participant)
+{
+    char text[PROC_TEXT_MAX], state;
+    unsigned int flags;
+    unsigned long long pending;
+    read_proc(participant->pid, "stat", text, sizeof(text));
+    const char *after_name = strrchr(text, ')'); /* the name may hold anything */
+    if (after_name && sscanf(after_name, ") %c %*d %*d %*d %*d %*d %u", &state, &flags) == 2 &&
+        (state == 'Z' || state == 'X' || flags & PROC_FLAGS_ENDING))
+        return true;
+    read_proc(participant->pid, "status", text, sizeof(text));
+    const char *shared = strstr(text, "\nShdPnd:");
+    return shared && sscanf(shared, "\nShdPnd: %llx", &pending) == 1 &&
+           pending >> (SIGKILL - 1) & 1;
+}
+
 /* ---- going away -------------------------------------------------------------------------------
  */
 
@@ -79,7 +110,7 @@ void daemon_participant_gone(daemon_participant_t *participant)
     bool stopping = daemon->failed || daemon->state >= DAEMON_QUIESCING;
     xpw_Role role = participant->role;
     uint32_t index = participant->index, rank = participant->rank;
-    if (role == xpw_Role_ROLE_NONE || role == xpw_Role_ROLE_CLIENT) {
+    if (role == xpw_Role_ROLE_NONE || role == xpw_Role_ROLE_CLIENT || participant->waits) {
         daemon_participant_free(participant);
         return;
     }
@@ -198,6 +229,7 @@ void daemon_participant_refuse(daemon_participant_t *participant, const char *fo
     xp_log_warn("refused %s (pid %d): %s", wire_role_name(participant->role), (int)participant->pid,
                 envelope.body.refused.reason);
     participant->role = xpw_Role_ROLE_NONE;
+    participant->waits = false;
     participant->refused = true;
     participant->since_ns = xp_monotonic_ns();
     envelope.body.refused.stopping =
@@ -249,6 +281,15 @@ static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
     slots[index] = participant;
 }
 
+static void log_registered(const daemon_participant_t *participant)
+{
+    char who[160];
+    if (participant->role == xpw_Role_ROLE_NONE || participant->waits)
+        return;
+    daemon_participant_describe(participant, who, sizeof(who));
+    xp_log_info("registered %s", who);
+}
+
 static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
 {
     daemon_t *daemon = participant->daemon;
@@ -296,7 +337,9 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
         register_agent(daemon, participant);
         break;
     case xpw_Role_ROLE_INSTANCE:
-        daemon_instance_register(participant, hello);
+        participant->rank = hello->rank;
+        participant->library = hello->library;
+        daemon_instance_register(participant);
         break;
     case xpw_Role_ROLE_GATEWAY:
         if (daemon->gateway) {
@@ -313,11 +356,59 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
         daemon_participant_refuse(participant, "unknown role %d", (int)hello->role);
         return;
     }
-    if (participant->role != xpw_Role_ROLE_NONE) {
-        char who[160];
-        daemon_participant_describe(participant, who, sizeof(who));
-        xp_log_info("registered %s", who);
+    log_registered(participant);
+}
+
+/* Of an Instance Rank that waits. Its Workload is kept; it is free to leave. */
+static void on_waiting_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
+{
+    switch (envelope->which_body) {
+    case xpw_Envelope_workload_tag:
+        if (!participant->library || participant->has_workload) {
+            daemon_participant_violates(participant, "a Workload out of order");
+            return;
+        }
+        participant->workload = envelope->body.workload;
+        participant->has_workload = true;
+        break;
+    case xpw_Envelope_leave_tag:
+        daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
+        break;
+    case xpw_Envelope_fail_report_tag:
+        xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
+        break;
+    default:
+        daemon_participant_violates(participant, "a message an Instance may not send yet");
     }
+}
+
+void daemon_participants_admit_waiting(daemon_t *daemon)
+{
+    bool admitted = false;
+    if (daemon->failed)
+        return; /* they have been told */
+    for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
+        daemon_participant_t *participant = &daemon->participants[i];
+        if (!participant->used || !participant->waits || participant->told_to_stop)
+            continue;
+        if (daemon->state >= DAEMON_QUIESCING) {
+            daemon_participant_refuse(participant, "the system is stopping (%s)",
+                                      daemon->stop_reason);
+            continue;
+        }
+        daemon_instance_register(participant);
+        if (participant->waits || participant->role == xpw_Role_ROLE_NONE)
+            continue;
+        log_registered(participant);
+        admitted = true;
+        if (participant->has_workload) {
+            xpw_Envelope envelope = {.which_body = xpw_Envelope_workload_tag};
+            envelope.body.workload = participant->workload;
+            daemon_instance_message(participant, &envelope, NULL);
+        }
+    }
+    if (admitted)
+        daemon_advance(daemon);
 }
 
 static void on_agent_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
@@ -458,6 +549,10 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
     }
     if (participant->former)
         return;
+    if (participant->waits) {
+        on_waiting_message(participant, envelope);
+        return;
+    }
     switch (participant->role) {
     case xpw_Role_ROLE_INSTANCE:
         daemon_instance_message(participant, envelope, fds);

@@ -6,7 +6,9 @@
  *
  * An Instance is attached when every member FfnAgent has the arenas of all its ranks; then its
  * ranks get the stages. With the relay the FfnAgents get the AtnAgents' relay arenas instead, the
- * AtnAgents the stages and, last, the ranks' own arenas. Whoever mapped something of an Instance
+ * AtnAgents the stages and, last, the ranks' own arenas. With provider nvshmem these all lie in the
+ * agents' symmetric heap: only the id to join with passes through here, and the ranks' own arenas.
+ * Whoever mapped something of an Instance
  * confirms that it has let go before a successor is attached.
  */
 #include <stdio.h>
@@ -20,6 +22,7 @@
 #include "control/daemon_private.h"
 #include "control/gpus.h"
 #include "cuda/mps.h"
+#include "cuda/mps_watch.h"
 #include "stage/stage.h"
 #include "transport/cuda_life.h"
 
@@ -40,6 +43,8 @@ typedef struct plane_instance {
 struct daemon_plane {
     daemon_t *daemon;
     bool relay;
+    bool heap;      /* provider nvshmem */
+    bool id_passed; /* PE 0's id went to the others */
     int life_fd;
     life_page_t *life;
     transport_life_watch_t *watch;
@@ -47,8 +52,8 @@ struct daemon_plane {
     uint32_t next_life;
     mps_t *mps;
     struct event *on_mps_death;
+    mps_watch_t *mps_watch;
     bool mps_answers;
-    uint64_t mps_looked_ns;
     char mps_problem[200];
     int stages[FABRIC_MAX_FFN][CONFIG_MAX_MODELS];
     int partials[FABRIC_MAX_FFN][CONFIG_MAX_MODELS];
@@ -92,20 +97,15 @@ static xp_status_t start_mps(daemon_plane_t *plane)
     if (!plane->on_mps_death || event_add(plane->on_mps_death, NULL) != 0)
         return xp_fail(XP_NO_MEMORY, "no memory to watch the MPS controller");
     plane->mps_answers = true; /* mps_start() has asked */
-    plane->mps_looked_ns = xp_monotonic_ns();
-    return XP_OK;
+    return mps_watch_create(plane->mps, MPS_LOOK_NS, &plane->mps_watch);
 }
 
 void daemon_plane_tick(daemon_t *daemon)
 {
     daemon_plane_t *plane = daemon->plane;
-    if (!plane || !plane->mps || daemon->failed)
+    if (!plane || !plane->mps_watch || daemon->failed)
         return;
-    uint64_t now = xp_monotonic_ns();
-    if (plane->mps_answers && now - plane->mps_looked_ns < MPS_LOOK_NS)
-        return;
-    plane->mps_looked_ns = now;
-    plane->mps_answers = mps_check(plane->mps) == XP_OK;
+    plane->mps_answers = mps_watch_look(plane->mps_watch) == XP_OK;
     if (!plane->mps_answers)
         snprintf(plane->mps_problem, sizeof(plane->mps_problem), "%.199s", xp_error_last()->text);
 }
@@ -130,7 +130,8 @@ xp_status_t daemon_plane_start(daemon_t *daemon)
     plane->daemon = daemon;
     plane->life_fd = -1;
     plane->next_life = LIFE_FIRST_WORD;
-    plane->relay = daemon->planned->plan.provider == FABRIC_PROVIDER_P2P_RELAY;
+    plane->relay = fabric_provider_relays(daemon->planned->plan.provider);
+    plane->heap = fabric_provider_heap(daemon->planned->plan.provider);
     memset(plane->stages, 0xff, sizeof(plane->stages)); /* STAGE_FD_ABSENT */
     memset(plane->partials, 0xff, sizeof(plane->partials));
     memset(plane->relays, 0xff, sizeof(plane->relays));
@@ -154,6 +155,7 @@ void daemon_plane_stop(daemon_t *daemon)
         return;
     if (plane->on_mps_death)
         event_free(plane->on_mps_death);
+    mps_watch_destroy(plane->mps_watch);
     if (plane->mps && mps_stop(plane->mps) != XP_OK)
         xp_log_warn("%s", xp_error_last()->text);
     mps_destroy(plane->mps);
@@ -221,6 +223,8 @@ void daemon_plane_farewell(daemon_participant_t *participant)
     uint32_t index = participant->life_index;
     if (!plane || !index)
         return;
+    if (plane->heap && participant->role != xpw_Role_ROLE_INSTANCE)
+        stage_heap_sweep(participant->pid);
     transport_life_watch_remove(plane->watch, index);
     daemon_plane_end_word(participant);
     plane->life_owner[index] = NULL;
@@ -244,7 +248,7 @@ static void send_arena(daemon_instance_t *instance, const daemon_participant_t *
     attach->dp_size = planned->atn_dp;
     attach->lease = plane->instances[instance->index].lease;
     attach->life_index = instance->ranks[r].participant->life_index;
-    if (wire_channel_send(agent->channel, &envelope, &fd, 1) != XP_OK)
+    if (wire_channel_send(agent->channel, &envelope, &fd, fd >= 0 ? 1 : 0) != XP_OK)
         xp_log_error("cannot hand an arena to its agent");
 }
 
@@ -273,12 +277,13 @@ static bool can_attach(const daemon_instance_t *instance, uint32_t members)
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         uint32_t a = plan_of(plane, instance->index)->rank_atn[r];
         if (instance->ranks[r].state != RANK_OFFERED || !daemon->atn[a] ||
-            !daemon->atn[a]->joined || (plane->relay && plane->relays[instance->index][r] < 0))
+            !daemon->atn[a]->joined ||
+            (plane->relay && !plane->heap && plane->relays[instance->index][r] < 0))
             return false;
     }
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
         if ((members & 1u << f) && (!daemon->ffn[f] || !daemon->ffn[f]->executable ||
-                                    plane->stages[f][instance->index] < 0))
+                                    (!plane->heap && plane->stages[f][instance->index] < 0)))
             return false;
     return true;
 }
@@ -295,10 +300,12 @@ void daemon_plane_try_attach(daemon_instance_t *instance)
     own->asked = members;
     own->attached = 0;
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
-        for (uint32_t r = 0; (members & 1u << f) && r < instance->rank_count; r++)
+        for (uint32_t r = 0; (members & 1u << f) && r < (plane->heap ? 1 : instance->rank_count);
+             r++)
             send_arena(instance, daemon->ffn[f], r,
-                       plane->relay ? plane->relays[instance->index][r]
-                                    : instance->ranks[r].arena_fd);
+                       plane->heap    ? STAGE_FD_ABSENT
+                       : plane->relay ? plane->relays[instance->index][r]
+                                      : instance->ranks[r].arena_fd);
 }
 
 /* With the relay, after the FfnAgents. */
@@ -313,7 +320,7 @@ static void ask_atnagents(daemon_instance_t *instance, uint32_t members)
         if (!agent)
             return; /* it died meanwhile: the Generation is at its end */
         own->asked |= (uint64_t)1 << (PLANE_ATN_BIT + r);
-        for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
+        for (uint32_t f = 0; !plane->heap && f < daemon->config->ffn_count; f++)
             if (members & 1u << f)
                 send_stage(plane, agent, xpw_StageKind_STAGE_ROWS, instance->index, f);
         send_arena(instance, agent, r, instance->ranks[r].arena_fd);
@@ -399,6 +406,8 @@ void daemon_plane_release(daemon_instance_t *instance)
 void daemon_plane_forget(daemon_t *daemon)
 {
     daemon_plane_t *plane = daemon->plane;
+    if (plane)
+        plane->id_passed = false;
     for (uint32_t i = 0; plane && i < CONFIG_MAX_MODELS; i++) {
         plane->instances[i] = (plane_instance_t){0};
         for (uint32_t f = 0; f < FABRIC_MAX_FFN; f++) {
@@ -459,7 +468,8 @@ static void on_stage_offer(daemon_participant_t *agent, const xpw_StageOffer *of
     daemon_plane_t *plane = daemon->plane;
     bool ffn = agent->role == xpw_Role_ROLE_FFNAGENT;
     bool relay = offer->kind == xpw_StageKind_STAGE_RELAY;
-    if (offer->instance >= daemon->config->model_count || fds->count != 1 || relay == ffn ||
+    if (plane->heap || offer->instance >= daemon->config->model_count || fds->count != 1 ||
+        relay == ffn ||
         (relay && (offer->rank >= daemon->instances[offer->instance].rank_count ||
                    plan_of(plane, offer->instance)->rank_atn[offer->rank] != agent->index))) {
         daemon_participant_violates(agent, "memory that is not in the plan");
@@ -483,6 +493,31 @@ static void on_stage_offer(daemon_participant_t *agent, const xpw_StageOffer *of
     daemon_plane_try_attach(&daemon->instances[offer->instance]);
 }
 
+/* ---- joining: provider nvshmem ----------------------------------------------------------------
+ */
+
+static void on_fabric_id(daemon_participant_t *agent, const xpw_FabricId *id)
+{
+    daemon_t *daemon = agent->daemon;
+    daemon_plane_t *plane = daemon->plane;
+    if (!plane->heap || plane->id_passed || agent != daemon->atn[0] ||
+        id->generation != daemon->planned->plan.generation) {
+        daemon_participant_violates(agent, "an id that nobody asked for");
+        return;
+    }
+    plane->id_passed = true;
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_fabric_id_tag};
+    envelope.body.fabric_id = *id;
+    /* All of them are registered: they were sent Join together. One that has died meanwhile ends
+     * the Generation by its death. */
+    for (uint32_t a = 1; a < daemon->config->atn_count; a++)
+        if (daemon->atn[a])
+            wire_channel_send(daemon->atn[a]->channel, &envelope, NULL, 0);
+    for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
+        if (daemon->ffn[f])
+            wire_channel_send(daemon->ffn[f]->channel, &envelope, NULL, 0);
+}
+
 /* ---- messages ---------------------------------------------------------------------------------
  */
 
@@ -500,6 +535,9 @@ bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envel
         return true;
     case xpw_Envelope_arena_detached_tag:
         on_detached(agent, &envelope->body.arena_detached);
+        return true;
+    case xpw_Envelope_fabric_id_tag:
+        on_fabric_id(agent, &envelope->body.fabric_id);
         return true;
     case xpw_Envelope_plane_stats_tag:
         agent->plane_stats = envelope->body.plane_stats;

@@ -48,11 +48,15 @@ typedef struct daemon_participant {
     int pidfd; /* -1 where the kernel has none: then only the socket tells */
     struct event *on_death;
     bool said_bye, was_killed;
-    bool former;             /* agent of a failed Generation: nothing it says counts */
-    bool refused;            /* nothing it says counts any more */
-    bool library;            /* an Instance Rank of another engine, through libxpool */
-    bool told_to_stop;       /* was sent STOP_DRAIN or STOP_FINALIZE */
-    uint32_t rank;           /* Instance */
+    bool former;       /* agent of a failed Generation: nothing it says counts */
+    bool refused;      /* nothing it says counts any more */
+    bool library;      /* an Instance Rank of another engine, through libxpool */
+    bool told_to_stop; /* was sent STOP_DRAIN or STOP_FINALIZE */
+    uint32_t rank;     /* Instance */
+    /* An Instance Rank whose predecessor is still leaving: nothing counts it yet. */
+    bool waits;
+    bool has_workload; /* it came meanwhile */
+    xpw_Workload workload;
     uint64_t since_ns;       /* connected, or a client's last question */
     bool joined, executable; /* agents */
     uint64_t progress_done, progress_total;
@@ -210,17 +214,24 @@ uint64_t daemon_generation_kept_bytes(const daemon_t *daemon, uint32_t ffn);
 void daemon_on_accept(evutil_socket_t fd, short events, void *context);
 void daemon_participant_free(daemon_participant_t *participant);
 void daemon_participant_kill(daemon_participant_t *participant); /* SIGKILL, by pidfd */
+/* Its process has been killed or is exiting, which may take as long as its memory is big; false
+ * where the system does not tell. */
+bool daemon_participant_dying(const daemon_participant_t *participant);
 void daemon_participant_gone(daemon_participant_t *participant); /* it ended; frees it */
 void daemon_participant_refuse(daemon_participant_t *participant, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 /* A peer that breaks the protocol is out of control: killed and dropped. */
 void daemon_participant_violates(daemon_participant_t *participant, const char *what);
 void daemon_drop_silent(daemon_t *daemon); /* connections and Instances past their time */
+/* Instance Ranks that wait for their predecessors: those whose turn has come register. */
+void daemon_participants_admit_waiting(daemon_t *daemon);
 uint32_t daemon_participants_left(const daemon_t *daemon); /* without clients */
 void daemon_participant_describe(const daemon_participant_t *participant, char *out, size_t size);
 
 /* daemon_instance.c */
-void daemon_instance_register(daemon_participant_t *participant, const xpw_Hello *hello);
+/* Its name, rank and kind are known. Ends registered, refused or, where what it replaces is still
+ * leaving, waiting: until then for at most WAIT_SHARE of deadlines.registration. */
+void daemon_instance_register(daemon_participant_t *participant);
 void daemon_instance_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
                              wire_descriptors_t *fds);
 void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,

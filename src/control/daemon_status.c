@@ -239,6 +239,14 @@ static json_t *model_json(const daemon_t *daemon, uint32_t index)
         "finished", (json_int_t)s->finished, "aborted", (json_int_t)s->aborted, "failed",
         (json_int_t)s->failed, "rejected", (json_int_t)s->rejected, "running",
         (json_int_t)s->running, "waiting", (json_int_t)s->waiting);
+    if (daemon->planned->cuda)
+        json_object_update_new(engine,
+                               json_pack("{s:I,s:I,s:I,s:I,s:I}", "eager_decode_calls",
+                                         (json_int_t)s->eager_decode_calls, "eager_prefill_calls",
+                                         (json_int_t)s->eager_prefill_calls, "captured_calls",
+                                         (json_int_t)s->captured_calls, "replayed_calls",
+                                         (json_int_t)s->replayed_calls, "ffn_wait_ns",
+                                         (json_int_t)s->ffn_wait_ns));
     json_object_set_new(json, "engine", engine);
     json_object_set_new(json, "ttft",
                         json_pack("{s:f,s:f,s:f}", "p50_ms", s->ttft_p50_ms, "p99_ms",
@@ -421,6 +429,12 @@ static void on_metrics(struct evhttp_request *request, void *context)
          "Address space reserved for the KV Cache; its pages cost memory once used"},
         {"xpool_model_ffn_weight_bytes", "gauge", "FFN weights held for the model by FfnAgents"},
         {"xpool_model_attention_weight_bytes", "gauge", "Weights held by the Instance"},
+        {"xpool_model_eager_decode_calls_total", "counter",
+         "FFN calls of decode steps that were queued outside graphs (GPUs)"},
+        {"xpool_model_eager_prefill_calls_total", "counter",
+         "FFN calls of prefill steps that were queued outside graphs (GPUs)"},
+        {"xpool_model_replayed_calls_total", "counter",
+         "FFN calls executed by replayed graphs (GPUs)"},
         {"xpool_model_ttft_p99_milliseconds", "gauge", "TTFT P99 over the last requests"},
         {"xpool_model_tbt_p99_milliseconds", "gauge", "TBT P99 over the last tokens"},
     };
@@ -443,6 +457,9 @@ static void on_metrics(struct evhttp_request *request, void *context)
                 (double)s->kv_bytes,
                 (double)held_weight_bytes(daemon, daemon->planned->models[i].weights),
                 (double)daemon_instance_weight_bytes(instance),
+                (double)s->eager_decode_calls,
+                (double)s->eager_prefill_calls,
+                (double)s->replayed_calls,
                 s->ttft_p99_ms,
                 s->tbt_p99_ms,
             };

@@ -7,15 +7,14 @@
 #include <fcntl.h>
 #include <jansson.h>
 #include <poll.h>
-#include <signal.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/process.h"
 #include "cuda/mps.h"
 
 #define ASK_LIMIT_NS   (30 * XP_NS_PER_S) /* the first use of a driver may wait for its daemon */
@@ -23,11 +22,11 @@
 
 extern char **environ;
 
-static bool may_ask;
+static uint64_t ask_limit_ns; /* 0: it cannot be asked */
 
-void gpus_ask_own_program(void)
+void gpus_ask_own_program(uint64_t limit_ns)
 {
-    may_ask = true;
+    ask_limit_ns = limit_ns ? limit_ns : ASK_LIMIT_NS;
 }
 
 uint32_t gpus_list(const config_t *config, const config_device_t *list_out[GPUS_MAX])
@@ -187,10 +186,10 @@ xp_status_t gpus_memory_parse(const char *json, uint32_t index, uint64_t *bytes_
     return status;
 }
 
-/* What the child prints, until it ends or the limit; always reaps it. */
+/* What the child prints, until it closes its output or the limit. */
 static xp_status_t collect(pid_t pid, int fd, char *text)
 {
-    uint64_t deadline = xp_monotonic_ns() + ASK_LIMIT_NS;
+    uint64_t deadline = xp_monotonic_ns() + ask_limit_ns;
     size_t used = 0;
     xp_status_t status = XP_OK;
     for (;;) {
@@ -201,8 +200,8 @@ static xp_status_t collect(pid_t pid, int fd, char *text)
         if (ready < 0 && errno == EINTR)
             continue;
         if (ready <= 0) {
-            status = xp_fail(XP_TIMEOUT, "`xpool devices` did not answer within %d s",
-                             (int)(ASK_LIMIT_NS / XP_NS_PER_S));
+            status = xp_fail(XP_TIMEOUT, "`xpool devices` did not answer within %g s",
+                             (double)ask_limit_ns / (double)XP_NS_PER_S);
             break;
         }
         ssize_t got = read(fd, text + used, ASK_TEXT_BYTES - 1 - used);
@@ -213,11 +212,9 @@ static xp_status_t collect(pid_t pid, int fd, char *text)
         used += (size_t)got;
     }
     text[used] = '\0';
-    if (status != XP_OK)
-        kill(pid, SIGKILL);
+    /* What it printed counts, also when it does not end after that. */
     int wait_status;
-    while (waitpid(pid, &wait_status, 0) < 0 && errno == EINTR)
-        ;
+    (void)xp_child_reap(pid, status == XP_OK ? deadline : 0, &wait_status);
     return status;
 }
 
@@ -266,7 +263,7 @@ xp_status_t gpus_memory(const config_device_t *device, uint64_t *bytes_out)
 {
     uint64_t bytes = device->memory_bytes ? device->memory_bytes : handed_on(device->index);
     xp_status_t status = XP_OK;
-    if (!bytes && !may_ask) {
+    if (!bytes && !ask_limit_ns) {
         status =
             xp_fail(XP_UNSUPPORTED, "this process cannot ask for the memory of %s", device->name);
     } else if (!bytes) {
@@ -306,4 +303,22 @@ xp_status_t gpus_memory_hand_on(const config_t *config)
     if (text[0] && setenv(GPUS_MEMORY_VARIABLE, text, 1) != 0)
         return xp_fail_errno(XP_NO_MEMORY, "cannot set %s", GPUS_MEMORY_VARIABLE);
     return XP_OK;
+}
+
+/* ---- NVSHMEM ----------------------------------------------------------------------------------
+ */
+
+xp_status_t gpus_nvshmem(const config_t *config, stage_heap_place_t *place_out)
+{
+    char own[CONFIG_MAX_PATH + 32];
+    const char *pythons[CONFIG_MAX_MODELS + 2];
+    uint32_t count = 0;
+    for (uint32_t m = 0; m < config->model_count; m++)
+        if (config->models[m].python[0])
+            pythons[count++] = config->models[m].python;
+    pythons[count++] = getenv("XPOOL_PYTHON");
+    snprintf(own, sizeof(own), "%s/venv-test/bin/python", config->cache_root);
+    pythons[count++] = own;
+    xp_status_t status = stage_heap_find(config->nvshmem_root, pythons, count, place_out);
+    return status == XP_OK ? XP_OK : xp_fail_context(status, "fabric.provider: nvshmem");
 }

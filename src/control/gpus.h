@@ -13,6 +13,7 @@
 #include <limits.h>
 
 #include "config/config.h"
+#include "stage/heap.h"
 
 #define GPUS_MAX        (2 * CONFIG_MAX_DEVICES)
 #define GPUS_TEXT_BYTES 2048
@@ -34,6 +35,10 @@ xp_status_t gpus_controller_list(const config_t *config, char out[GPUS_TEXT_BYTE
 xp_status_t gpus_client_list(const config_t *config, const config_device_t *const *first,
                              uint32_t count, char out[GPUS_TEXT_BYTES]);
 
+/* Where NVSHMEM and the plug-in are: fabric.nvshmem_root, else beside the models' interpreters,
+ * else in the system's Python. XP_UNSUPPORTED says what is missing. */
+xp_status_t gpus_nvshmem(const config_t *config, stage_heap_place_t *place_out);
+
 /* The controller's name, and where its clients find it. */
 xp_status_t gpus_mps_folders(const config_t *config, char name_out[64], char pipe_out[PATH_MAX],
                              char log_out[PATH_MAX]);
@@ -48,6 +53,6 @@ xp_status_t gpus_memory_hand_on(const config_t *config);
  * has no cuda:index. */
 xp_status_t gpus_memory_parse(const char *json, uint32_t index, uint64_t *bytes_out);
 /* This program can be asked: it is `xpool` itself (called by the command line program, not by the
- * library inside somebody else's process). */
-void gpus_ask_own_program(void);
+ * library inside somebody else's process). `limit_ns`: how long it may take; 0: 30 s. */
+void gpus_ask_own_program(uint64_t limit_ns);
 #endif

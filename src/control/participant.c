@@ -174,6 +174,14 @@ static xp_status_t connect_with_patience(const config_t *config, bool quiet, int
     }
 }
 
+xp_status_t participant_await_daemon(const config_t *config)
+{
+    int socket;
+    XP_TRY(connect_with_patience(config, false, &socket));
+    close(socket);
+    return XP_OK;
+}
+
 static xp_status_t take_signals(participant_t *self)
 {
     /* Removing a signal event restores what was there before: a signal that comes while the process

@@ -34,6 +34,10 @@ typedef struct participant_handlers {
     uint32_t linger_ms;
 } participant_handlers_t;
 
+/* Waits until the daemon answers at its socket (deadlines.registration): what it starts for others,
+ * the MPS controller of the attention GPUs, is then there. XP_TIMEOUT without one. */
+xp_status_t participant_await_daemon(const config_t *config);
+
 /* Connects (retrying until deadlines.registration), sends Hello, installs SIGTERM and SIGINT
  * handlers: the first asks the daemon for leave (Leave), the second ends the process with 130.
  * Under `xpool up` (XPOOL_UNDER_UP in the environment) SIGINT is left to `up`, and the process dies

@@ -14,9 +14,9 @@
 #define PAGE_TOKENS   16
 #define NO_LIMIT      UINT32_MAX
 
-bool planner_kv_elastic(const plan_result_t *result, const config_model_t *model)
+bool planner_kv_ranges(const config_t *config, const plan_result_t *result)
 {
-    return !result->cuda; /* the native engine, and SGLang by its plugin */
+    return !result->cuda || config->scheduler.kv_policy != CONFIG_KV_STATIC;
 }
 
 static uint32_t ranks_on(const plan_model_t *model, uint32_t device)
@@ -153,7 +153,8 @@ static uint64_t floors_on(const plan_result_t *result, uint32_t d)
 static void choose_bundles(const config_model_t *configured, const plan_result_t *result,
                            plan_model_t *model)
 {
-    uint64_t target = KV_BUNDLE_TARGET_BYTES_CPU;
+    uint64_t target = result->cuda ? KV_BUNDLE_TARGET_BYTES_CUDA : KV_BUNDLE_TARGET_BYTES_CPU;
+    uint64_t granule = result->cuda ? KV_BUNDLE_GRANULE_BYTES_CUDA : KV_BUNDLE_GRANULE_BYTES_CPU;
     uint64_t useful = useful_tokens(configured, model) * model->kv_bytes_per_token;
     if (useful / LEAST_BUNDLES < target)
         target = useful / LEAST_BUNDLES;
@@ -167,9 +168,35 @@ static void choose_bundles(const config_model_t *configured, const plan_result_t
             target = part;
     }
     model->kv_page_tokens = PAGE_TOKENS;
-    model->kv_bundle_tokens = kv_bundle_tokens(model->kv_bytes_per_token, PAGE_TOKENS, target,
-                                               KV_BUNDLE_GRANULE_BYTES_CPU);
+    model->kv_bundle_tokens =
+        kv_bundle_tokens(model->kv_bytes_per_token, PAGE_TOKENS, target, granule);
     model->kv_bundle_bytes = model->kv_bundle_tokens * model->kv_bytes_per_token;
+}
+
+/* On GPUs the ranks keep a few handles ready, which no other can have. */
+static xp_status_t take_ready_handles(const config_t *config, plan_result_t *result)
+{
+    for (uint32_t d = 0; d < config->atn_count && result->cuda; d++) {
+        plan_device_t *device = &result->atn[d];
+        uint64_t bytes = 0;
+        char need[32], have[32];
+        for (uint32_t m = 0; m < config->model_count; m++) {
+            const plan_model_t *model = &result->models[m];
+            if (model->kv_elastic)
+                bytes += ranks_on(model, d) * KV_READY_BUNDLES_CUDA * model->kv_bundle_bytes;
+        }
+        uint64_t left = device->budget_bytes - taken_bytes(device);
+        if (bytes > left)
+            return xp_fail(
+                XP_NO_MEMORY,
+                "attention device %s: the handles that its ranks keep ready need %s, "
+                "weights, workspaces and arenas leave %s; raise devices.\"%s\".memory or "
+                "set scheduler.kv_policy = \"static\"",
+                device->device->name, planner_human(bytes, need), planner_human(left, have),
+                device->device->name);
+        device->workspace_bytes += bytes;
+    }
+    return XP_OK;
 }
 
 static uint32_t bundles_of(const plan_model_t *model, uint32_t tokens)
@@ -179,11 +206,11 @@ static uint32_t bundles_of(const plan_model_t *model, uint32_t tokens)
 
 /* A fixed KV Cache: one share, in bundles of its own size where the engine maps bundles, else one
  * bundle of everything. */
-static void fix_group(const plan_result_t *result, const config_model_t *configured,
-                      plan_model_t *model)
+static void fix_group(const config_t *config, const plan_result_t *result,
+                      const config_model_t *configured, plan_model_t *model)
 {
     uint32_t bundles = 0;
-    if (planner_kv_elastic(result, configured)) {
+    if (planner_kv_ranges(config, result)) {
         choose_bundles(configured, result, model);
         bundles = model->kv_tokens / model->kv_bundle_tokens;
     }
@@ -282,8 +309,10 @@ xp_status_t planner_kv(const config_t *config, plan_result_t *result)
     for (uint32_t m = 0; m < config->model_count; m++) {
         plan_model_t *model = &result->models[m];
         model->kv_tokens = NO_LIMIT;
-        model->kv_elastic = config->scheduler.kv_policy != CONFIG_KV_STATIC &&
-                            planner_kv_elastic(result, &config->models[m]);
+        model->kv_elastic = config->scheduler.kv_policy != CONFIG_KV_STATIC;
+        if (result->cuda && model->kv_elastic)
+            model->kv_bytes_per_token =
+                kv_token_stride(model->kv_bytes_per_token, KV_BUNDLE_GRANULE_BYTES_CUDA);
     }
     for (uint32_t d = 0; d < config->atn_count; d++)
         XP_TRY(divide_device(config, result, d));
@@ -295,9 +324,10 @@ xp_status_t planner_kv(const config_t *config, plan_result_t *result)
             choose_bundles(&config->models[m], result, model);
         } else {
             XP_TRY(check_share(config, result, m));
-            fix_group(result, &config->models[m], model);
+            fix_group(config, result, &config->models[m], model);
         }
     }
+    XP_TRY(take_ready_handles(config, result));
     XP_TRY(admit_floors(config, result));
     for (uint32_t m = 0; m < config->model_count; m++) {
         plan_model_t *model = &result->models[m];

@@ -17,8 +17,9 @@
 /* Fills kv_* and max_context of every model and kv_bytes of every attention device; needs
  * everything else of the ledger. */
 xp_status_t planner_kv(const config_t *config, plan_result_t *result);
-/* Whether this model's engine can grow and shrink its KV Cache while it runs. */
-bool planner_kv_elastic(const plan_result_t *result, const config_model_t *model);
+/* Whether the models' KV Caches are ranges of ours. With scheduler.kv_policy = "static" those on
+ * GPUs are the engine's own. */
+bool planner_kv_ranges(const config_t *config, const plan_result_t *result);
 /* The groups, in order of models, then of attention DP ranks; returns their number. Rank r of model
  * m is partition planner_kv_partition(m, r). XP_UNSUPPORTED past the channel's limits. */
 xp_status_t planner_kv_groups(const plan_result_t *result, const config_t *config,

@@ -19,10 +19,10 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/process.h"
 #include "cuda/mps_private.h"
 
 #define PROCESS_FILE_MAX (256u << 10) /* an environment */
-#define PROCESS_NAP_NS   (2 * XP_NS_PER_MS)
 
 extern char **environ;
 
@@ -276,25 +276,6 @@ static xp_status_t output_read(int fd, uint64_t deadline_ns, char output[MPS_OUT
     }
 }
 
-/* Until the deadline, then with force. */
-static int child_reap(pid_t pid, uint64_t deadline_ns)
-{
-    int result = 0;
-    for (;;) {
-        pid_t who = waitpid(pid, &result, WNOHANG);
-        if (who == pid)
-            return result;
-        if (who < 0 && errno != EINTR)
-            return -1;
-        if (xp_monotonic_ns() >= deadline_ns) {
-            kill(pid, SIGKILL);
-            return waitpid(pid, &result, 0) == pid ? result : -1;
-        }
-        struct timespec nap = {.tv_nsec = PROCESS_NAP_NS};
-        nanosleep(&nap, NULL);
-    }
-}
-
 xp_status_t mps_program_run(const char *path, const char *const *environment, const char *text,
                             uint64_t limit_ns, char output_out[MPS_OUTPUT_MAX])
 {
@@ -322,7 +303,9 @@ xp_status_t mps_program_run(const char *path, const char *const *environment, co
     close(output[1]);
     output[1] = -1;
     status = output_read(output[0], deadline_ns, output_out);
-    int result = child_reap(pid, status == XP_OK ? deadline_ns : 0);
+    int result = 0;
+    if (xp_child_reap(pid, status == XP_OK ? deadline_ns : 0, &result) != XP_OK)
+        status = XP_TIMEOUT;
     if (status != XP_OK)
         status =
             xp_fail(XP_TIMEOUT, "%s did not answer '%.*s' within %llu ms", path,

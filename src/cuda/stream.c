@@ -20,11 +20,13 @@ void cuda_stream_destroy(const cuda_device_t *device, cuda_stream_t stream)
         CUDA_IGNORE(device->driver, cuStreamDestroy, stream);
 }
 
-xp_status_t cuda_stream_wait(const cuda_device_t *device, cuda_stream_t stream,
-                             const xp_clock_t *clock, uint64_t deadline_ns)
+/* Of the event, or of everything on the stream. */
+static xp_status_t wait_until(const cuda_device_t *device, cuda_stream_t stream, cuda_event_t event,
+                              const xp_clock_t *clock, uint64_t deadline_ns)
 {
     for (uint32_t looks = 0;; looks++) {
-        xp_status_t status = CUDA_CALL(device->driver, cuStreamQuery, stream);
+        xp_status_t status = event ? CUDA_CALL(device->driver, cuEventQuery, event)
+                                   : CUDA_CALL(device->driver, cuStreamQuery, stream);
         if (status != XP_RETRY)
             return status;
         if (xp_clock_now_ns(clock) >= deadline_ns)
@@ -35,6 +37,18 @@ xp_status_t cuda_stream_wait(const cuda_device_t *device, cuda_stream_t stream,
             nanosleep(&pause, NULL);
         }
     }
+}
+
+xp_status_t cuda_stream_wait(const cuda_device_t *device, cuda_stream_t stream,
+                             const xp_clock_t *clock, uint64_t deadline_ns)
+{
+    return wait_until(device, stream, NULL, clock, deadline_ns);
+}
+
+xp_status_t cuda_event_wait(const cuda_device_t *device, cuda_event_t event,
+                            const xp_clock_t *clock, uint64_t deadline_ns)
+{
+    return wait_until(device, NULL, event, clock, deadline_ns);
 }
 
 xp_status_t cuda_event_create(const cuda_device_t *device, bool timing, cuda_event_t *event_out)

@@ -20,6 +20,9 @@ xp_status_t cuda_stream_wait(const cuda_device_t *device, cuda_stream_t stream,
                              const xp_clock_t *clock, uint64_t deadline_ns);
 
 xp_status_t cuda_event_create(const cuda_device_t *device, bool timing, cuda_event_t *event_out);
+/* Until what was queued before the event has ended; else as cuda_stream_wait(). */
+xp_status_t cuda_event_wait(const cuda_device_t *device, cuda_event_t event,
+                            const xp_clock_t *clock, uint64_t deadline_ns);
 void cuda_event_destroy(const cuda_device_t *device, cuda_event_t event); /* accepts NULL */
 
 /* Capture of what is queued on `stream` between begin and end, for this thread only. A capture that

@@ -121,6 +121,9 @@ typedef enum engine_finish {
     ENGINE_FINISH_ABORT,   /* cancelled or shut down */
     ENGINE_FINISH_TIMEOUT, /* queue or request time limit */
     ENGINE_FINISH_ERROR,   /* the FFN side failed; error text in the event */
+    /* It waited, and the KV Cache's ceiling was lowered below its prompt; error text. No token has
+     * been sent. */
+    ENGINE_FINISH_TOO_LONG,
 } engine_finish_t;
 
 typedef struct engine_logprob {

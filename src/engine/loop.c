@@ -96,9 +96,15 @@ static void end_impossible(engine_t *engine)
             continue;
         if (sequence->count > sequence->prompt_count)
             engine_sequence_end(engine, sequence, ENGINE_FINISH_LENGTH, NULL);
-        else
-            engine_sequence_end(engine, sequence, ENGINE_FINISH_ERROR,
-                                "the KV Cache's ceiling was lowered below this prompt's length");
+        else {
+            char text[sizeof((engine_event_t){0}.error)];
+            snprintf(text, sizeof text,
+                     "the prompt of %u tokens does not fit any more: the KV Cache's ceiling is now "
+                     "%u tokens; raise it (`xpool kv set MODEL --ceiling=TOKENS`, or lower the "
+                     "floors of the other models), or send a shorter prompt",
+                     sequence->prompt_count, context);
+            engine_sequence_end(engine, sequence, ENGINE_FINISH_TOO_LONG, text);
+        }
     }
 }
 

@@ -79,8 +79,8 @@ struct ffn_cuda_runtime {
     ffn_library_t *library;
     cuda_stream_t control, decode, bulk, resident, watch; /* watch: stats */
     cuda_staging_t *staging;
-    ffn_cuda_ring_t *ring;      /* mapped */
-    ffn_cuda_record_t *records; /* mapped, or NULL */
+    ffn_cuda_ring_t *ring;            /* mapped */
+    ffn_cuda_record_place_t *records; /* mapped, or NULL */
     cuda_address_t ring_at, records_at;
     /* Device memory: words and dispatch from create on, tables and Lanes from start on. */
     cuda_block_t words, tables, lanes;

@@ -18,7 +18,8 @@ CUDA_IMAGE_DECLARE(ffn_dispatch);
 #define RUNTIME_LINE       256u /* of device memory; words that are polled do not share one */
 #define RUNTIME_QUIET_NS   (2 * XP_NS_PER_MS)
 #define RUNTIME_CLOCK_TIES 5
-#define RUNTIME_STOP_NS    (5 * XP_NS_PER_S) /* for a destroy without a stop */
+#define RUNTIME_STOP_NS    (5 * XP_NS_PER_S)    /* for a destroy without a stop */
+#define STATS_LIMIT_NS     (200 * XP_NS_PER_MS) /* the event loop of the FfnAgent asks */
 
 static const char *const dispatch_names[DISPATCH_KERNELS] = {
     [DISPATCH_GATHER] = "ffn_gather",   [DISPATCH_PIECE] = "ffn_piece",
@@ -83,7 +84,7 @@ static xp_status_t create_host(ffn_cuda_runtime_t *runtime)
     XP_TRY(CUDA_CALL(device->driver, cuMemHostGetDevicePointer, &runtime->ring_at, address, 0));
     if (runtime->config.records == 0)
         return XP_OK;
-    const uint64_t bytes = (uint64_t)runtime->config.records * sizeof(ffn_cuda_record_t);
+    const uint64_t bytes = (uint64_t)runtime->config.records * sizeof(*runtime->records);
     XP_TRY(cuda_host_alloc(device, bytes, &address));
     runtime->records = address;
     memset(address, 0, bytes);
@@ -699,7 +700,7 @@ xp_status_t ffn_cuda_runtime_stats(ffn_cuda_runtime_t *runtime, ffn_cuda_stats_t
                                    runtime->counters_at, sizeof(*staged), runtime->watch);
     if (status == XP_OK)
         status = cuda_stream_wait(runtime->device, runtime->watch, &clock,
-                                  xp_monotonic_ns() + CUDA_LIMIT_NS);
+                                  xp_monotonic_ns() + STATS_LIMIT_NS);
     if (status == XP_OK) {
         stats.invocations = staged->invocations + staged->resident_invocations;
         stats.rows = staged->rows + staged->resident_rows;
@@ -719,7 +720,7 @@ uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t
     *skipped_out = 0;
     while (capacity && count < limit) {
         const uint64_t wanted = runtime->records_read + 1;
-        const ffn_cuda_record_t *place = &runtime->records[runtime->records_read % capacity];
+        const ffn_cuda_record_place_t *place = &runtime->records[runtime->records_read % capacity];
         const uint64_t index = PROTOCOL_LOAD_ACQUIRE(&place->index);
         /* An older one, or one that is being written. */
         if (index < wanted)
@@ -731,9 +732,9 @@ uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t
             runtime->records_read = next;
             continue;
         }
-        ffn_cuda_record_t record = *place;
+        ffn_cuda_record_t record;
         runtime->records_read++;
-        if (PROTOCOL_LOAD_ACQUIRE(&place->index) != wanted) {
+        if (!ffn_cuda_record_unpack(place, wanted - 1, capacity, &record)) {
             *skipped_out += 1;
             continue;
         }

@@ -23,6 +23,7 @@
  * the text of a request says that ended in the queue. The events carry no other sign. */
 #define FFN_LOST_TEXT     "the FFN call failed"
 #define QUEUE_LIMIT_TEXT  "queue time limit"
+#define CONTEXT_CODE      "context_length_exceeded"
 #define NORMALIZER_SHRINK 4u /* bytes of text for each byte left, at most */
 
 static instance_sequence_t **bucket_of(http_instance_t *instance, uint64_t request)
@@ -202,7 +203,8 @@ static xp_status_t sequence_submit(instance_sequence_t *sequence)
     return XP_OK;
 }
 
-static void job_fail_submit(instance_job_t *job, xp_status_t status)
+static void job_fail_submit(instance_job_t *job, const instance_sequence_t *sequence,
+                            xp_status_t status)
 {
     http_instance_t *instance = job->instance;
     const char *text = xp_error_last()->text;
@@ -213,9 +215,13 @@ static void job_fail_submit(instance_job_t *job, xp_status_t status)
                           instance->model_id);
         break;
     case XP_INVALID:
-    case XP_UNSUPPORTED:
-        instance_job_fail(job, 400, NULL, "%s", text);
+    case XP_UNSUPPORTED: {
+        /* The context may have become shorter since the prompt was looked at. */
+        bool fits = job->api.prompts[sequence->index / job->api.n].id_count <
+                    engine_max_context(instance->config.engine);
+        instance_job_fail(job, 400, fits ? NULL : CONTEXT_CODE, "%s", text);
         break;
+    }
     case XP_CLOSED:
         snprintf(instance->engine_error, sizeof(instance->engine_error), "%.255s",
                  text[0] ? text : "the engine has stopped");
@@ -241,7 +247,7 @@ static void job_submit(instance_job_t *job)
         if (status == XP_RETRY && job->open_count)
             return;
         if (status != XP_OK)
-            job_fail_submit(job, status);
+            job_fail_submit(job, sequence, status);
     }
 }
 
@@ -273,7 +279,7 @@ static xp_status_t check_bias(const http_instance_t *instance, const http_api_re
 static xp_status_t too_long(const http_instance_t *instance, const http_api_request_t *api,
                             size_t tokens, http_problem_t *problem)
 {
-    return http_problem_set(problem, 400, "context_length_exceeded",
+    return http_problem_set(problem, 400, CONTEXT_CODE,
                             api->kind == HTTP_API_CHAT ? "messages" : NULL,
                             "this model's maximum context length is %u tokens, and the prompt has "
                             "at least %zu",
@@ -487,6 +493,9 @@ static void job_fail_finish(instance_job_t *job, const engine_event_t *event)
         else
             instance_job_fail(job, 504, NULL, "model %s: %s", instance->model_id,
                               text[0] ? text : "the request took longer than its time limit");
+        break;
+    case ENGINE_FINISH_TOO_LONG:
+        instance_job_fail(job, 400, CONTEXT_CODE, "model %s: %s", instance->model_id, text);
         break;
     default:
         /* One request's own failure, of the sampler or the text, leaves the model healthy. */

@@ -65,11 +65,17 @@ static xp_status_t bundle_map(cuda_backing_t *self, uint32_t bundle)
     return XP_OK;
 }
 
-static xp_status_t bundle_unmap(cuda_backing_t *self, uint32_t bundle)
+/* One call for all of them: each one stops the device for a moment. */
+static xp_status_t bundles_unmap(cuda_backing_t *self, uint32_t first, uint32_t end)
 {
-    XP_TRY(cuda_vmm_unmap(self->device, address_of(self, bundle), self->backing.bundle_bytes));
-    handle_give(self, self->handles[bundle]);
-    self->handles[bundle] = 0;
+    if (first == end)
+        return XP_OK;
+    XP_TRY(cuda_vmm_unmap(self->device, address_of(self, first),
+                          (end - first) * self->backing.bundle_bytes));
+    while (end > first) {
+        handle_give(self, self->handles[--end]);
+        self->handles[end] = 0;
+    }
     return XP_OK;
 }
 
@@ -101,19 +107,15 @@ static xp_status_t cuda_grow(kv_backing_t *backing, uint32_t bundles)
     if (status == XP_TIMEOUT)
         return xp_fail_context(XP_FATAL, "clearing %u KV bundles", bundles - first);
     xp_error_t why = *xp_error_last();
-    while (at > first)
-        (void)bundle_unmap(self, --at);
+    (void)bundles_unmap(self, first, at);
     return xp_fail(status == XP_NO_MEMORY ? XP_NO_MEMORY : XP_IO, "%s", why.text);
 }
 
 static xp_status_t cuda_shrink(kv_backing_t *backing, uint32_t bundles)
 {
     cuda_backing_t *self = (cuda_backing_t *)backing;
-    /* From the end, so that what is mapped is a prefix whatever happens. */
-    while (backing->mapped > bundles) {
-        XP_TRY(bundle_unmap(self, backing->mapped - 1));
-        backing->mapped--;
-    }
+    XP_TRY(bundles_unmap(self, bundles, backing->mapped));
+    backing->mapped = bundles;
     return XP_OK;
 }
 

@@ -200,6 +200,8 @@ void kv_channel_reset_group(kv_channel_t *channel, const kv_group_entry_t *plan,
         PROTOCOL_STORE_RELAXED(&partition->bundle_bytes, (uint64_t)0);
         PROTOCOL_STORE_RELAXED(&partition->completion, (uint64_t)0);
         PROTOCOL_STORE_RELAXED(&partition->vote, (uint64_t)0);
+        PROTOCOL_STORE_RELAXED(&partition->captured_free_bytes, (uint64_t)0);
+        PROTOCOL_STORE_RELAXED(&partition->captured_ns, (uint64_t)0);
     }
     for (uint32_t i = 0; i < KV_REPORT_WORDS; i++)
         PROTOCOL_STORE_RELAXED(&entry->report[i], (uint64_t)0);
@@ -220,4 +222,17 @@ uint32_t kv_bundle_tokens(uint64_t token_bytes, uint32_t page_tokens, uint64_t t
     uint64_t unit = power >= granule_bytes ? 1 : granule_bytes / power;
     uint64_t pages = target_bytes / page_bytes / unit * unit;
     return (uint32_t)((pages ? pages : unit) * page_tokens);
+}
+
+uint64_t kv_token_stride(uint64_t token_bytes, uint64_t granule_bytes)
+{
+    XP_ASSERT(token_bytes > 0 && granule_bytes > 0 && (granule_bytes & (granule_bytes - 1)) == 0);
+    /* A coarser unit leaves fewer tokens to a whole granule; at the latest one as large as it. */
+    for (uint64_t unit = token_bytes & -token_bytes;; unit *= 2) {
+        uint64_t stride = (token_bytes + unit - 1) / unit * unit;
+        uint64_t power = stride & -stride;
+        if (power >= granule_bytes || stride <= KV_BUNDLE_MOST_BYTES / (granule_bytes / power) ||
+            unit >= granule_bytes)
+            return stride;
+    }
 }

@@ -112,9 +112,8 @@ typedef struct kv_report {
  */
 
 typedef struct kv_pool_entry {
-    uint64_t bytes; /* for KV on this attention device */
-    /* CUDA: free bytes of the device, observed once after graphs were captured, by its AtnAgent;
-     * 0 until then. */
+    uint64_t bytes; /* for KV on this attention device, as planned */
+    /* GPU: what the daemon made of it when the ranks had captured their graphs; 0 until then. */
     uint64_t observed_bytes;
     uint8_t pad[KV_LINE - 16];
 } kv_pool_entry_t;
@@ -157,7 +156,10 @@ typedef struct kv_partition_entry {
     uint64_t bundle_bytes;
     uint64_t completion; /* cell */
     uint64_t vote;       /* cell */
-    uint8_t pad[KV_LINE - 40];
+    /* GPU, once its graphs are captured and all it takes is taken: when, and how many bytes the
+     * device had free then. captured_ns is published last; 0: not yet. */
+    uint64_t captured_free_bytes, captured_ns;
+    uint8_t pad[KV_LINE - 56];
 } kv_partition_entry_t;
 
 typedef struct kv_channel {
@@ -230,6 +232,23 @@ static inline void kv_partition_complete(kv_partition_entry_t *partition, uint32
     PROTOCOL_PUBLISH(&partition->completion, KV_CELL(sequence, mapped_bundles));
 }
 
+/* release: pairs with kv_partition_captured(). */
+static inline void kv_partition_capture(kv_partition_entry_t *partition, uint64_t free_bytes,
+                                        uint64_t now_ns)
+{
+    PROTOCOL_STORE_RELAXED(&partition->captured_free_bytes, free_bytes);
+    PROTOCOL_PUBLISH(&partition->captured_ns, now_ns);
+}
+
+/* When; 0: not yet. acquire: the free bytes are those of then. */
+static inline uint64_t kv_partition_captured(const kv_partition_entry_t *partition,
+                                             uint64_t *free_bytes_out)
+{
+    uint64_t at_ns = PROTOCOL_LOAD_ACQUIRE(&partition->captured_ns);
+    *free_bytes_out = PROTOCOL_LOAD_RELAXED(&partition->captured_free_bytes);
+    return at_ns;
+}
+
 static inline void kv_partition_vote(kv_partition_entry_t *partition, uint32_t sequence,
                                      uint32_t bundles)
 {
@@ -296,9 +315,15 @@ void kv_channel_reset_group(kv_channel_t *channel, const kv_group_entry_t *plan,
  * that its bytes are a multiple of granule_bytes (a power of two; 4096 on the CPU). */
 uint32_t kv_bundle_tokens(uint64_t token_bytes, uint32_t page_tokens, uint64_t target_bytes,
                           uint64_t granule_bytes);
+/* Bytes from one token to the next such that bundles of whole tokens and whole granules stay within
+ * KV_BUNDLE_MOST_BYTES: token_bytes, or a little more. */
+uint64_t kv_token_stride(uint64_t token_bytes, uint64_t granule_bytes);
 #define KV_BUNDLE_TARGET_BYTES_CPU  (1ull << 20)
 #define KV_BUNDLE_GRANULE_BYTES_CPU 4096u
 /* CUDA: a handle a bundle; one of 512 times 2 MiB costs 150 times what one of 1 GiB does. */
 #define KV_BUNDLE_TARGET_BYTES_CUDA  (32ull << 20)
 #define KV_BUNDLE_GRANULE_BYTES_CUDA (2u << 20)
+#define KV_BUNDLE_MOST_BYTES         (64ull << 20)
+/* Handles that a rank on a GPU keeps ready; taken off its device's pool by the plan. */
+#define KV_READY_BUNDLES_CUDA 2u
 #endif

@@ -10,6 +10,7 @@
 #define RECHECK_NS 100000000ull  /* while a demand is open: a report may have changed unrung */
 #define REMIND_NS  500000000ull  /* a shrink that stands still though its live requests have left */
 #define PAUSE_NS   1000000000ull /* after a grant that the system had no memory for */
+#define MOST_BYTES (1ull << 50)  /* no device has more free: what a rank says is input */
 
 static kv_policy_group_t *book(kv_market_t *market, uint32_t group)
 {
@@ -87,10 +88,13 @@ uint32_t kv_market_possible_bundles(const kv_market_t *market, uint32_t group)
         if (!unit)
             continue;
         left = snapshot->pool_bytes[p];
-        for (uint32_t g = 0; g < snapshot->group_count; g++)
+        for (uint32_t g = 0; g < snapshot->group_count; g++) {
+            uint64_t floor =
+                wanted_floor(&snapshot->groups[g]) * kv_policy_bundle_on(&snapshot->groups[g], p);
+            /* An observation may have made the pool smaller than what was promised of it. */
             if (g != group)
-                left -= wanted_floor(&snapshot->groups[g]) *
-                        kv_policy_bundle_on(&snapshot->groups[g], p);
+                left -= floor < left ? floor : left;
+        }
         if (left / unit < most)
             most = left / unit;
     }
@@ -214,6 +218,8 @@ static void credit(kv_market_t *market, uint32_t g, uint32_t mapped, uint64_t no
         if (state->last.reason == KV_REASON_GRANT)
             group->granted_ns = now_ns;
     }
+    if (mapped != group->mapped_bundles)
+        state->credited_ns = now_ns;
     group->mapped_bundles = mapped;
     group->answered = true;
 }
@@ -294,6 +300,89 @@ static void watch_answer(kv_market_t *market, uint32_t g, uint64_t now_ns, kv_ma
         state->late++;
         fault(step, g, KV_FAULT_LATE, "it has not answered a KV command within deadlines.kv");
     }
+}
+
+/* ---- pools of GPUs ----------------------------------------------------------------------------
+ */
+
+static void publish_ceiling(kv_market_t *market, uint32_t g);
+
+typedef struct observation {
+    uint64_t at_ns, free_bytes; /* of the last rank that captured */
+    uint64_t held_bytes;        /* of KV Caches, at least */
+    uint64_t coming_bytes;      /* what models that are not there will take */
+    uint64_t moved_ns;          /* when memory moved last */
+} observation_t;
+
+/* False while a rank that has started has not captured, or one that ended still has its memory. */
+static bool observe_group(const kv_market_t *market, uint32_t g, uint32_t pool,
+                          observation_t *observation)
+{
+    const kv_group_entry_t *plan = plan_of(market, g);
+    const kv_policy_group_t *group = &market->snapshot.groups[g];
+    const kv_market_group_t *state = &market->groups[g];
+    for (uint32_t m = 0; m < group->member_count; m++) {
+        uint64_t free_bytes, at_ns;
+        if (group->pools[m] != pool)
+            continue;
+        if (state->state == KV_MARKET_ABSENT) {
+            observation->coming_bytes += market->settings.rank_bytes[g];
+            continue;
+        }
+        at_ns = kv_partition_captured(&market->channel->partitions[plan->first_partition + m],
+                                      &free_bytes);
+        if (state->state == KV_MARKET_LEAVING || at_ns == 0)
+            return false;
+        if (at_ns > observation->at_ns) {
+            observation->at_ns = at_ns;
+            observation->free_bytes = free_bytes < MOST_BYTES ? free_bytes : MOST_BYTES;
+        }
+        /* An open command has been carried out or not. */
+        uint32_t least = group->mapped_bundles < group->goal_bundles ? group->mapped_bundles
+                                                                     : group->goal_bundles;
+        observation->held_bytes += least * group->bundle_bytes;
+        if (state->credited_ns > observation->moved_ns)
+            observation->moved_ns = state->credited_ns;
+    }
+    return true;
+}
+
+static void form_pool(kv_market_t *market, uint32_t pool, kv_market_step_t *step)
+{
+    observation_t seen = {0};
+    for (uint32_t g = 0; g < market->snapshot.group_count; g++)
+        if (!observe_group(market, g, pool, &seen))
+            return;
+    if (seen.at_ns == 0 || seen.at_ns == market->observed_ns[pool])
+        return;
+    market->observed_ns[pool] = seen.at_ns;
+    if (market->formed_bytes[pool] && seen.moved_ns >= seen.at_ns)
+        return;
+    const uint64_t all = seen.held_bytes + seen.free_bytes;
+    const uint64_t others = seen.coming_bytes + market->settings.kept_bytes[pool];
+    const uint64_t planned = market->plan.pools[pool].bytes;
+    uint64_t bytes = all > others ? all - others : 0;
+    bytes = bytes < planned ? bytes : planned;
+    market->formed_bytes[pool] = bytes ? bytes : 1;
+    PROTOCOL_STORE_RELEASE(&market->channel->pools[pool].observed_bytes,
+                           market->formed_bytes[pool]);
+    step->formed[pool] = true;
+}
+
+static void form_pools(kv_market_t *market, kv_market_step_t *step)
+{
+    bool formed = false;
+    for (uint32_t p = 0; p < market->snapshot.pool_count; p++) {
+        form_pool(market, p, step);
+        /* What was promised or granted stays, though it be more than there is. */
+        uint64_t charged = kv_market_charged_bytes(market, p);
+        uint64_t bytes = market->formed_bytes[p];
+        market->snapshot.pool_bytes[p] = bytes > charged ? bytes : charged;
+        formed = formed || step->formed[p];
+    }
+    for (uint32_t g = 0; g < market->snapshot.group_count && formed; g++)
+        if (plan_of(market, g)->elastic)
+            publish_ceiling(market, g);
 }
 
 /* ---- deciding ---------------------------------------------------------------------------------
@@ -432,6 +521,8 @@ void kv_market_step(kv_market_t *market, uint64_t now_ns, kv_market_step_t *step
             remind(market, g, now_ns, step_out);
         }
     }
+    if (market->settings.observe)
+        form_pools(market, step_out);
     kv_policy_decide(snapshot, &market->decisions);
     if (market->record && market->decisions.command_count)
         market->record(market->record_context, snapshot, &market->decisions);
@@ -454,42 +545,71 @@ static void publish_ceiling(kv_market_t *market, uint32_t g)
     uint32_t ceiling = book(market, g)->ceiling_bundles;
     uint32_t most = kv_market_possible_bundles(market, g);
     if (most < ceiling)
-        ceiling = most;
+        ceiling = most > book(market, g)->floor_bundles ? most : book(market, g)->floor_bundles;
     if (PROTOCOL_LOAD_RELAXED(&entry->ceiling_bundles) == ceiling)
         return;
     PROTOCOL_STORE_RELEASE(&entry->ceiling_bundles, ceiling);
     market->groups[g].ring_wanted = true;
 }
 
-xp_status_t kv_market_set(kv_market_t *market, uint32_t g, uint32_t floor_bundles,
-                          uint32_t ceiling_bundles)
+static xp_status_t check_size(const kv_market_t *market, const kv_market_size_t *size)
 {
-    kv_policy_group_t *group = book(market, g);
-    const kv_group_entry_t *plan = plan_of(market, g);
+    const kv_group_entry_t *plan = plan_of(market, size->group);
     if (!plan->elastic)
         return xp_fail(
             XP_UNSUPPORTED,
             "its KV Cache has a fixed size; only elastic ones can be set while they run");
-    if (floor_bundles < 1 || floor_bundles > ceiling_bundles ||
-        ceiling_bundles > plan->reserved_bundles)
+    if (size->floor_bundles < 1 || size->floor_bundles > size->ceiling_bundles ||
+        size->ceiling_bundles > plan->reserved_bundles)
         return xp_fail(XP_INVALID,
                        "a floor of %llu and a ceiling of %llu tokens; allowed are 1 <= floor <= "
                        "ceiling <= %llu (the ceiling it was started with)",
-                       (unsigned long long)floor_bundles * plan->bundle_tokens,
-                       (unsigned long long)ceiling_bundles * plan->bundle_tokens,
+                       (unsigned long long)size->floor_bundles * plan->bundle_tokens,
+                       (unsigned long long)size->ceiling_bundles * plan->bundle_tokens,
                        (unsigned long long)plan->reserved_bundles * plan->bundle_tokens);
-    uint32_t most = kv_market_possible_bundles(market, g);
-    if (floor_bundles > most)
-        return xp_fail(XP_NO_MEMORY,
-                       "a floor of %llu tokens; with the floors of the others its devices have "
-                       "room for %llu at most",
-                       (unsigned long long)floor_bundles * plan->bundle_tokens,
-                       (unsigned long long)most * plan->bundle_tokens);
-    group->floor_wanted = floor_bundles;
-    if (floor_bundles < group->floor_bundles)
-        group->floor_bundles = floor_bundles;
-    group->ceiling_bundles = ceiling_bundles;
-    PROTOCOL_STORE_RELEASE(&entry_of(market, g)->floor_bundles, floor_bundles);
+    return XP_OK;
+}
+
+/* Whether all floors fit their pools together. */
+static xp_status_t check_floors(const kv_market_t *market, const kv_market_size_t *sizes,
+                                uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        const kv_group_entry_t *plan = plan_of(market, sizes[i].group);
+        uint32_t most = kv_market_possible_bundles(market, sizes[i].group);
+        if (sizes[i].floor_bundles > most)
+            return xp_fail(XP_NO_MEMORY,
+                           "a floor of %llu tokens; with the floors of the others its devices have "
+                           "room for %llu at most",
+                           (unsigned long long)sizes[i].floor_bundles * plan->bundle_tokens,
+                           (unsigned long long)most * plan->bundle_tokens);
+    }
+    return XP_OK;
+}
+
+xp_status_t kv_market_set(kv_market_t *market, const kv_market_size_t *sizes, uint32_t count)
+{
+    kv_policy_group_t before[KV_MAX_GROUPS];
+    XP_ASSERT(count <= KV_MAX_GROUPS);
+    for (uint32_t i = 0; i < count; i++)
+        XP_TRY(check_size(market, &sizes[i]));
+    for (uint32_t i = 0; i < count; i++) {
+        kv_policy_group_t *group = book(market, sizes[i].group);
+        before[i] = *group;
+        group->floor_wanted = sizes[i].floor_bundles;
+        if (sizes[i].floor_bundles < group->floor_bundles)
+            group->floor_bundles = sizes[i].floor_bundles;
+        group->ceiling_bundles = sizes[i].ceiling_bundles;
+    }
+    xp_status_t status = check_floors(market, sizes, count);
+    if (status != XP_OK) {
+        for (uint32_t i = 0; i < count; i++)
+            *book(market, sizes[i].group) = before[i];
+        return status;
+    }
+    for (uint32_t i = 0; i < count; i++)
+        PROTOCOL_STORE_RELEASE(&entry_of(market, sizes[i].group)->floor_bundles,
+                               sizes[i].floor_bundles);
     for (uint32_t other = 0; other < market->snapshot.group_count; other++)
         if (plan_of(market, other)->elastic)
             publish_ceiling(market, other);

@@ -9,6 +9,14 @@
  *                     ▲                    └───────── leave (a rank is gone) ──────────┤
  *                     └── end (its last process is gone: every byte is back) ── LEAVING ◀┘
  * Until `end` the bytes stay charged: a process that has been told to end still holds its memory.
+ *
+ * A pool of a GPU is formed by observation. Until every rank there that has started has captured
+ * its graphs, nobody gets more than its floor; then the pool is what the last of them saw free,
+ * beside what the KV Caches had, less what is kept free and what models that are not there will
+ * take; never more than planned. The last one sees what all have taken, and no memory moves before,
+ * so Instances that start together count each other's memory neither twice nor not at all. Each
+ * Instance that comes later is an observation again, of which one is left out that memory moved
+ * after.
  */
 #ifndef XPOOL_KV_MARKET_H
 #define XPOOL_KV_MARKET_H
@@ -34,12 +42,16 @@ typedef struct kv_market_group {
     uint64_t grants, shrinks, trims, late;
     uint64_t granted_bundles, released_bundles;
     uint64_t longest_answer_ns;
+    uint64_t credited_ns; /* when its mapped size changed last */
 } kv_market_group_t;
 
 typedef struct kv_market_settings {
     kv_policy_mode_t mode;
     uint64_t patience_ns, hold_ns;
-    uint64_t answer_ns; /* deadlines.kv */
+    uint64_t answer_ns;                 /* deadlines.kv */
+    bool observe;                       /* GPUs: pools are formed by observation */
+    uint64_t kept_bytes[KV_MAX_POOLS];  /* stays free on that device */
+    uint64_t rank_bytes[KV_MAX_GROUPS]; /* what a rank of that group takes beside its KV Cache */
 } kv_market_settings_t;
 
 /* Called with each snapshot that led to a decision, for records. */
@@ -56,6 +68,8 @@ typedef struct kv_market {
     /* Instances wait for the next Generation in the middle of a step: who has not answered is not
      * late, and has all its time again afterwards. */
     bool paused;
+    uint64_t observed_ns[KV_MAX_POOLS];  /* of the newest observation looked at; 0: none */
+    uint64_t formed_bytes[KV_MAX_POOLS]; /* 0: not formed */
     kv_market_record_t record;
     void *record_context;
     uint64_t decision_count;
@@ -69,7 +83,8 @@ typedef enum kv_market_fault {
 } kv_market_fault_t;
 
 typedef struct kv_market_step {
-    bool ring[KV_MAX_GROUPS]; /* new command: ring the bell of every rank */
+    bool ring[KV_MAX_GROUPS];  /* new command: ring the bell of every rank */
+    bool formed[KV_MAX_POOLS]; /* formed just now, or anew */
     kv_market_fault_t faults[KV_MAX_GROUPS];
     const char *fault_text[KV_MAX_GROUPS]; /* static; set with a fault */
     uint64_t
@@ -89,9 +104,12 @@ void kv_market_end(kv_market_t *market, uint32_t group);
 /* Everything that is due at now_ns. Cheap when nothing changed. */
 void kv_market_step(kv_market_t *market, uint64_t now_ns, kv_market_step_t *step_out);
 
-/* Live changes, in bundles. XP_INVALID says what is allowed. Take effect at the next step. */
-xp_status_t kv_market_set(kv_market_t *market, uint32_t group, uint32_t floor_bundles,
-                          uint32_t ceiling_bundles);
+/* Live changes, in bundles: of all these groups, each named once, or of none. XP_INVALID and
+ * XP_NO_MEMORY say what is allowed. Take effect at the next step. */
+typedef struct kv_market_size {
+    uint32_t group, floor_bundles, ceiling_bundles;
+} kv_market_size_t;
+xp_status_t kv_market_set(kv_market_t *market, const kv_market_size_t *sizes, uint32_t count);
 /* At the next step at which no command is open: shrink to what live requests use, and drop the
  * prefix cache. XP_RETRY while the group is not PRESENT, XP_UNSUPPORTED when it is not elastic. */
 xp_status_t kv_market_trim(kv_market_t *market, uint32_t group);

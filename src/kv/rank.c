@@ -207,6 +207,12 @@ void kv_rank_complete(kv_rank_t *rank, uint32_t mapped_bundles)
     ring(rank);
 }
 
+void kv_rank_captured(kv_rank_t *rank, uint64_t free_bytes, uint64_t now_ns)
+{
+    kv_partition_capture(rank->partition, free_bytes, now_ns);
+    ring(rank);
+}
+
 /* ---- reports --------------------------------------------------------------------------------- */
 
 void kv_rank_report(kv_rank_t *rank, const kv_report_t *report)

@@ -71,6 +71,10 @@ bool kv_rank_poll(kv_rank_t *rank, uint32_t step, uint32_t least, kv_command_t *
  * a command, and later smaller ones. */
 void kv_rank_complete(kv_rank_t *rank, uint32_t mapped_bundles);
 
+/* GPU: this rank has captured its graphs and takes no more memory than it has; the device has so
+ * many bytes free now. Rings. */
+void kv_rank_captured(kv_rank_t *rank, uint64_t free_bytes, uint64_t now_ns);
+
 /* Leader (ignored elsewhere): what the group uses and wants. Rings when the demand is a new one. */
 void kv_rank_report(kv_rank_t *rank, const kv_report_t *report);
 /* The daemon has said that the demand reported last cannot be met now. */

@@ -185,6 +185,7 @@ xpool_status_t xpool_config_model_info(const xpool_config_t *config, const char 
     info.max_rows = plan->max_rows;
     info.max_context = plan->max_context;
     info.kv_tokens = plan->kv_tokens;
+    info.kv_elastic = plan->kv_elastic;
     snprintf(info.device, sizeof(info.device), "%s", config->config->atn[plan->rank_atn[0]].name);
     info.slo_ttft_ms = model->slo.ttft_ms;
     info.slo_tbt_ms = model->slo.tbt_ms;

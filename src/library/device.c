@@ -13,6 +13,15 @@
 #include "base/clock.h"
 #include "stage/stage.h"
 
+#define MARKS     64u /* passes whose end may be looked at; an engine has two in flight */
+#define MARK_OPEN UINT32_MAX
+
+/* Totals. */
+typedef struct counters {
+    uint64_t eager[XPOOL_MIXED + 1], eager_rows, captured; /* what was queued */
+    stage_client_counters_t device;                        /* what it told last */
+} counters_t;
+
 struct library_device {
     cuda_device_t device;
     transport_cuda_life_t life;
@@ -24,13 +33,16 @@ struct library_device {
     /* What the record of live rows holds, when only we have written it. */
     bool live_known, live_lent;
     transport_live_t live;
+    cuda_stream_t live_stream;       /* that it was written on last */
+    transport_device_state_t *marks; /* pinned; a ring of MARKS, written by the engine's streams */
+    uint64_t mark_count;
+    counters_t counters, base;
 };
 
 /* ---- contexts ---------------------------------------------------------------------------------
  */
 
-/* Makes the device current; what was so before comes back by context_leave(). */
-static xp_status_t context_enter(const cuda_device_t *device, cuda_context_t *before_out)
+xp_status_t library_context_enter(const cuda_device_t *device, cuda_context_t *before_out)
 {
     XP_TRY(CUDA_CALL(device->driver, cuCtxGetCurrent, before_out));
     if (*before_out == device->context)
@@ -38,7 +50,7 @@ static xp_status_t context_enter(const cuda_device_t *device, cuda_context_t *be
     return cuda_device_use(device);
 }
 
-static void context_leave(const cuda_device_t *device, cuda_context_t before)
+void library_context_leave(const cuda_device_t *device, cuda_context_t before)
 {
     if (before != device->context)
         CUDA_IGNORE(device->driver, cuCtxSetCurrent, before);
@@ -59,9 +71,14 @@ xp_status_t library_device_create(int ordinal, library_device_t **device_out)
         return status;
     }
     pthread_mutex_init(&device->lock, NULL);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     *device_out = device;
     return XP_OK;
+}
+
+const cuda_device_t *library_device_cuda(const library_device_t *device)
+{
+    return &device->device;
 }
 
 xp_status_t library_device_use(library_device_t *device)
@@ -76,10 +93,12 @@ void library_device_destroy(library_device_t *device)
     if (!device)
         return;
     cuda_context_t before = NULL;
-    (void)context_enter(&device->device, &before);
+    (void)library_context_enter(&device->device, &before);
     stage_client_destroy(device->client);
+    if (device->marks)
+        CUDA_IGNORE(device->device.driver, cuMemFreeHost, device->marks);
     transport_cuda_life_close(&device->life);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     cuda_device_close(&device->device);
     pthread_mutex_destroy(&device->lock);
     free(device->plan);
@@ -146,6 +165,8 @@ xp_status_t library_device_admit(library_device_t *device, const xpw_Admitted *a
                                     .life = &device->life,
                                     .limit_ns = patience_ns};
     stage_client_t *client;
+    XP_TRY(CUDA_CALL(device->device.driver, cuMemHostAlloc, (void **)&device->marks,
+                     MARKS * sizeof(*device->marks), CUDA_HOST_ALLOC_PORTABLE));
     XP_TRY(stage_client_create(&config, &client));
     xp_status_t status = stage_client_export(client, arena_fd_out);
     if (status != XP_OK) {
@@ -185,6 +206,7 @@ static xp_status_t write_live(library_device_t *device, const transport_live_t *
 {
     XP_TRY(stage_client_live_write(device->client, live, stream));
     device->live = *live;
+    device->live_stream = stream;
     device->live_known = !device->live_lent;
     return XP_OK;
 }
@@ -235,7 +257,14 @@ static xp_status_t queue_call(library_device_t *device, const xpool_ffn_call_t *
                                 .row_stride = device->instance->hidden};
     transport_tensor_t output = input;
     output.data = call->output;
-    return stage_client_call(device->client, call->layer, 0, &input, &output, stream);
+    XP_TRY(stage_client_call(device->client, call->layer, 0, &input, &output, stream));
+    if (capturing) {
+        device->counters.captured++;
+    } else {
+        device->counters.eager[call->step]++;
+        device->counters.eager_rows += call->live_on_device ? device->live.rows : call->rows;
+    }
+    return XP_OK;
 }
 
 xp_status_t library_device_ffn(library_device_t *device, const xpool_ffn_call_t *call)
@@ -249,11 +278,11 @@ xp_status_t library_device_ffn(library_device_t *device, const xpool_ffn_call_t 
                        !device->instance                          ? "no such rank"
                        : device->instance->dtype == XP_DTYPE_BF16 ? "bfloat16"
                                                                   : "float16");
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status = queue_call(device, call);
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     return status;
 }
 
@@ -265,13 +294,16 @@ xp_status_t library_device_live(library_device_t *device, const xpool_live_t *li
         XP_TRY(check_rows(device, live->rows, live->step, live->dp_rows));
     else
         XP_TRY(check_rows(device, 0, 0, (const uint32_t[FABRIC_MAX_RANKS]){0}));
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status = XP_OK;
     if (live) {
         transport_live_t record;
         fill_live(device, live->rows, live->step, live->slo_deadline_ns, live->dp_rows, &record);
-        status = write_live(device, &record, live->stream);
+        /* What was written before on the same stream needs no second launch. */
+        if (!device->live_known || device->live_stream != live->stream ||
+            memcmp(&record, &device->live, sizeof(record)) != 0)
+            status = write_live(device, &record, live->stream);
     }
     if (status == XP_OK && record_out) {
         *record_out = stage_client_live(device->client);
@@ -279,7 +311,7 @@ xp_status_t library_device_live(library_device_t *device, const xpool_live_t *li
         device->live_known = false;
     }
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
     return status;
 }
 
@@ -288,24 +320,122 @@ xp_status_t library_device_finish(library_device_t *device, uint64_t deadline_ns
     cuda_context_t before;
     if (!device->client)
         return XP_RETRY;
-    XP_TRY(context_enter(&device->device, &before));
+    XP_TRY(library_context_enter(&device->device, &before));
     pthread_mutex_lock(&device->lock);
     xp_status_t status = stage_client_finish(device->client, deadline_ns);
     /* A device that does not tell in time is busy; a wait that ended by its limit says so. */
     if (status == XP_TIMEOUT && xp_monotonic_ns() >= deadline_ns)
         status = XP_RETRY;
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
+    return status;
+}
+
+static xp_status_t queue_mark(library_device_t *device, cuda_stream_t stream, uint64_t *mark_out)
+{
+    int capturing = 0;
+    if (stream)
+        XP_TRY(CUDA_CALL(device->device.driver, cuStreamIsCapturing, stream, &capturing));
+    if (capturing)
+        return xp_fail(XP_INVALID, "a mark cannot be captured: it is for one pass");
+    transport_device_state_t *to = &device->marks[device->mark_count % MARKS];
+    __atomic_store_n(&to->status, MARK_OPEN, __ATOMIC_RELEASE);
+    XP_TRY(stage_client_state_copy(device->client, to, stream));
+    *mark_out = device->mark_count++;
+    return XP_OK;
+}
+
+xp_status_t library_device_mark(library_device_t *device, void *stream, uint64_t *mark_out)
+{
+    cuda_context_t before;
+    if (!device->client)
+        return xp_fail(XP_RETRY, "not executable yet: call xpool_rank_wait_executable first");
+    XP_TRY(library_context_enter(&device->device, &before));
+    pthread_mutex_lock(&device->lock);
+    xp_status_t status = queue_mark(device, stream, mark_out);
+    pthread_mutex_unlock(&device->lock);
+    library_context_leave(&device->device, before);
+    return status;
+}
+
+xp_status_t library_device_look(library_device_t *device, uint64_t mark, uint64_t deadline_ns)
+{
+    pthread_mutex_lock(&device->lock);
+    uint64_t count = device->mark_count;
+    uint32_t found = MARK_OPEN;
+    bool kept = mark < count && count - mark <= MARKS;
+    if (kept)
+        found = __atomic_load_n(&device->marks[mark % MARKS].status, __ATOMIC_ACQUIRE);
+    pthread_mutex_unlock(&device->lock);
+    if (!kept)
+        return xp_fail(XP_INVALID, "mark %llu: the last %u of %llu are kept",
+                       (unsigned long long)mark, MARKS, (unsigned long long)count);
+    if (found == MARK_OPEN)
+        return xp_fail(XP_RETRY, "the stream of mark %llu has not passed it yet",
+                       (unsigned long long)mark);
+    if (found == XP_OK)
+        return XP_OK;
+    XP_TRY(library_device_finish(device, deadline_ns));
+    /* Somebody else has looked in between, and what was answered with an error is over. */
+    return xp_fail(found < XP_STATUS_COUNT ? (xp_status_t)found : XP_PEER,
+                   "the pass of mark %llu ended with status %u", (unsigned long long)mark, found);
+}
+
+static xp_status_t count(library_device_t *device, uint64_t deadline_ns, bool anew,
+                         counters_t *counters_out, counters_t *base_out)
+{
+    cuda_context_t before;
+    if (!device->client)
+        return XP_RETRY;
+    XP_TRY(library_context_enter(&device->device, &before));
+    pthread_mutex_lock(&device->lock);
+    xp_status_t status =
+        stage_client_counters(device->client, deadline_ns, &device->counters.device);
+    if (anew && status == XP_OK)
+        device->base = device->counters;
+    *counters_out = device->counters;
+    *base_out = device->base;
+    pthread_mutex_unlock(&device->lock);
+    library_context_leave(&device->device, before);
+    return status;
+}
+
+void library_device_counts(library_device_t *device, uint64_t deadline_ns,
+                           library_device_counts_t *counts_out)
+{
+    counters_t now = {0}, base = {0};
+    (void)count(device, deadline_ns, false, &now, &base);
+    library_device_counts_t counts = {
+        .eager_decode = now.eager[XPOOL_DECODE] - base.eager[XPOOL_DECODE],
+        .eager_prefill = now.eager[XPOOL_PREFILL] + now.eager[XPOOL_MIXED] -
+                         base.eager[XPOOL_PREFILL] - base.eager[XPOOL_MIXED],
+        .captured = now.captured,
+        .wait_ns = now.device.wait_ns - base.device.wait_ns};
+    uint64_t eager = counts.eager_decode + counts.eager_prefill;
+    uint64_t executed = now.device.requests - base.device.requests;
+    /* Eager calls that are queued still have not been executed. */
+    counts.replayed = executed > eager ? executed - eager : 0;
+    counts.calls = eager + counts.replayed;
+    counts.rows = executed ? now.device.rows - base.device.rows : now.eager_rows - base.eager_rows;
+    *counts_out = counts;
+}
+
+xp_status_t library_device_count_anew(library_device_t *device, uint64_t deadline_ns)
+{
+    counters_t now, base;
+    xp_status_t status = count(device, deadline_ns, true, &now, &base);
+    if (status == XP_RETRY || status == XP_TIMEOUT)
+        return xp_fail(XP_RETRY, "the device does not tell how many calls it has executed");
     return status;
 }
 
 void library_device_close(library_device_t *device, xp_status_t reason)
 {
     cuda_context_t before;
-    if (!device->client || context_enter(&device->device, &before) != XP_OK)
+    if (!device->client || library_context_enter(&device->device, &before) != XP_OK)
         return;
     pthread_mutex_lock(&device->lock);
     (void)stage_client_close(device->client, reason);
     pthread_mutex_unlock(&device->lock);
-    context_leave(&device->device, before);
+    library_context_leave(&device->device, before);
 }

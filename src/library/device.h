@@ -13,6 +13,7 @@
 #include <stdbool.h>
 
 #include "base/status.h"
+#include "cuda/device.h"
 #include "wire/wire.h"
 #include "xpool/xpool.h"
 
@@ -26,6 +27,11 @@ void library_device_destroy(library_device_t *device);
 /* Once, on the loop thread: the device is current there, and captures of other threads do not
  * forbid it anything. */
 xp_status_t library_device_use(library_device_t *device);
+
+const cuda_device_t *library_device_cuda(const library_device_t *device);
+/* Makes the device current for the calling thread; what was so before comes back by leave. */
+xp_status_t library_context_enter(const cuda_device_t *device, cuda_context_t *before_out);
+void library_context_leave(const cuda_device_t *device, cuda_context_t before);
 
 /* DevicePlane, with the page of life words and the plan. */
 xp_status_t library_device_plane(library_device_t *device, const xpw_DevicePlane *plane,
@@ -45,6 +51,23 @@ xp_status_t library_device_live(library_device_t *device, const xpool_live_t *li
                                 uint64_t *record_out);
 /* The verdict of what was queued so far and has run; XP_RETRY: the device does not tell now. */
 xp_status_t library_device_finish(library_device_t *device, uint64_t deadline_ns);
+/* Remembers on the stream how what it carried before has ended; no wait. `mark_out`: its number. */
+xp_status_t library_device_mark(library_device_t *device, void *stream, uint64_t *mark_out);
+/* What the mark says; XP_RETRY: the stream has not passed it yet. Not XP_OK: as _finish, which
+ * `deadline_ns` is for. */
+xp_status_t library_device_look(library_device_t *device, uint64_t mark, uint64_t deadline_ns);
+/* Since library_device_count_anew(). Executed calls are known to the device alone. */
+typedef struct library_device_counts {
+    uint64_t eager_decode, eager_prefill; /* queued outside captures */
+    uint64_t captured;                    /* queued into captures; all there were */
+    uint64_t replayed;                    /* executed by replayed graphs */
+    uint64_t calls, rows;                 /* eager and replayed ones; live rows in them */
+    uint64_t wait_ns;                     /* of kernels, for answers */
+} library_device_counts_t;
+/* What the device does not tell until the deadline is what it told last. */
+void library_device_counts(library_device_t *device, uint64_t deadline_ns,
+                           library_device_counts_t *counts_out);
+xp_status_t library_device_count_anew(library_device_t *device, uint64_t deadline_ns);
 /* Terminal: kernels that wait in the arena end. Also on an object without one. */
 void library_device_close(library_device_t *device, xp_status_t reason);
 #endif

@@ -4,8 +4,9 @@
  * become memory behind the range; what the engine says of its slots becomes completions and
  * reports.
  *
- * Used by one thread of the engine at a time. Never waits: neither for the daemon nor for other
- * ranks.
+ * Used by one thread of the engine at a time. Never waits for the daemon or for other ranks; on a
+ * GPU, for a bounded time, for the clearing of new memory and for what may still use memory that
+ * goes.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -13,12 +14,21 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/clock.h"
+#include "base/failpoint.h"
+#include "cuda/stream.h"
 #include "kv/backing.h"
 #include "kv/rank.h"
+#include "library/device.h"
 #include "library/private.h"
+
+/* How long a release looks for the end of work that was queued before it. */
+#define RELEASE_PATIENCE_NS (200 * XP_NS_PER_MS)
 
 struct xpool_kv {
     pid_t pid;
+    const cuda_device_t *device; /* the rank's GPU; NULL on a CPU */
+    cuda_event_t fence;
     kv_rank_t rank;
     kv_backing_t *backing;
     uint32_t bundle_tokens;
@@ -39,21 +49,24 @@ static uint32_t tokens_of(const xpool_kv_t *kv, uint32_t bundles)
 /* ---- opening and closing ----------------------------------------------------------------------
  */
 
-static xp_status_t check_geometry(const kv_group_entry_t *group, uint64_t token_bytes)
+static xp_status_t check_geometry(const kv_group_entry_t *group, uint64_t token_bytes, bool cuda)
 {
-    uint64_t tokens;
-    if (group->token_bytes != token_bytes)
+    uint64_t tokens, granule = cuda ? KV_BUNDLE_GRANULE_BYTES_CUDA : KV_BUNDLE_GRANULE_BYTES_CPU;
+    /* On a GPU a token may have padding behind it. */
+    if (group->token_bytes != token_bytes &&
+        (!cuda || group->token_bytes != kv_token_stride(token_bytes, granule)))
         return xp_fail(XP_INVALID,
                        "a token's KV takes %" PRIu64 " bytes in the engine and %" PRIu64
                        " in the plan: is the KV Cache's dtype models[].dtype?",
                        token_bytes, group->token_bytes);
-    if (group->bundle_tokens == 0 || group->bundle_bytes != group->bundle_tokens * token_bytes ||
+    if (group->bundle_tokens == 0 ||
+        group->bundle_bytes != group->bundle_tokens * group->token_bytes ||
         __builtin_mul_overflow((uint64_t)group->reserved_bundles, group->bundle_tokens, &tokens) ||
         tokens > UINT32_MAX)
         return xp_fail(XP_PEER,
                        "the KV control channel has bundles of %" PRIu64 " bytes for %u tokens of "
                        "%" PRIu64 " bytes",
-                       group->bundle_bytes, group->bundle_tokens, token_bytes);
+                       group->bundle_bytes, group->bundle_tokens, group->token_bytes);
     return XP_OK;
 }
 
@@ -66,25 +79,49 @@ static xp_status_t map_first(xpool_kv_t *kv, const library_kv_place_t *place)
                                     .ceiling_bundles = group->reserved_bundles};
     uint32_t bundles;
     XP_TRY(kv_rank_start(&kv->rank, &bundles));
-    XP_TRY(kv_backing_create_memfd(&options, &kv->backing));
+    if (kv->device) {
+        options.ready_bundles = group->elastic ? KV_READY_BUNDLES_CUDA : 0;
+        XP_TRY(cuda_event_create(kv->device, false, &kv->fence));
+        XP_TRY(kv_backing_create_cuda(&options, kv->device, &kv->backing));
+    } else {
+        XP_TRY(kv_backing_create_memfd(&options, &kv->backing));
+    }
     XP_TRY(kv_backing_resize(kv->backing, bundles));
     return kv_rank_ready(&kv->rank, group->bundle_bytes, group->bundle_tokens, bundles);
+}
+
+/* The rank's device, where it has one, becomes current; `before` comes back by leave(). */
+static xp_status_t enter(const xpool_kv_t *kv, cuda_context_t *before)
+{
+    return kv->device ? library_context_enter(kv->device, before) : XP_OK;
+}
+
+static void leave(const xpool_kv_t *kv, cuda_context_t before)
+{
+    if (kv->device)
+        library_context_leave(kv->device, before);
 }
 
 xp_status_t library_kv_open(const library_kv_place_t *place, uint64_t token_bytes,
                             xpool_kv_t **kv_out)
 {
     xp_status_t status;
+    cuda_context_t before = NULL;
     xpool_kv_t *kv = calloc(1, sizeof(*kv));
     if (!kv)
         return xp_fail(XP_NO_MEMORY, "no memory for an elastic KV Cache");
     kv->pid = getpid();
+    kv->device = place->device;
     XP_TRY_GOTO(status, fail,
                 kv_rank_open(place->channel_fd, place->daemon_bell, place->bell, place->partition,
                              &kv->rank));
-    XP_TRY_GOTO(status, fail, check_geometry(kv->rank.group, token_bytes));
+    XP_TRY_GOTO(status, fail, check_geometry(kv->rank.group, token_bytes, kv->device != NULL));
     kv->bundle_tokens = kv->rank.group->bundle_tokens;
-    XP_TRY_GOTO(status, fail, map_first(kv, place));
+    XP_TRY_GOTO(status, fail, enter(kv, &before));
+    status = map_first(kv, place);
+    leave(kv, before);
+    if (status != XP_OK)
+        goto fail;
     *kv_out = kv;
     return XP_OK;
 fail:;
@@ -113,9 +150,13 @@ xpool_status_t xpool_kv_open(xpool_rank_t *rank, const xpool_kv_options_t *given
 
 void xpool_kv_close(xpool_kv_t *kv)
 {
-    if (!kv || kv->pid != getpid())
-        return;
+    cuda_context_t before = NULL;
+    if (!kv || kv->pid != getpid() || enter(kv, &before) != XP_OK)
+        return; /* a device that is lost has lost the memory too, and tells the daemon nothing */
     kv_backing_destroy(kv->backing);
+    if (kv->device)
+        cuda_event_destroy(kv->device, kv->fence);
+    leave(kv, before);
     kv_rank_close(&kv->rank);
     free(kv);
 }
@@ -152,8 +193,28 @@ xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out)
     const uint32_t admitted = PROTOCOL_LOAD_RELAXED(&group->admit_bundles);
     info.admit_tokens =
         admitted < kv_backing_ceiling(kv->backing) ? tokens_of(kv, admitted) : UINT32_MAX;
+    info.device = kv->device ? kv->device->ordinal : -1;
     library_give_struct(&info, sizeof(info), info_out, info_out->struct_bytes);
     return XPOOL_OK;
+}
+
+xpool_status_t xpool_kv_captured(xpool_kv_t *kv)
+{
+    cuda_context_t before;
+    size_t free_bytes = 0, total_bytes;
+    xp_status_t status = check_kv(kv, kv, "xpool_kv_captured");
+    if (status != XP_OK || !kv->device)
+        return library_status(status);
+    status = enter(kv, &before);
+    if (status != XP_OK)
+        return library_status(status);
+    for (uint32_t i = 0; i < KV_READY_BUNDLES_CUDA; i++) /* they count as taken */
+        (void)kv_backing_prepare(kv->backing);
+    status = CUDA_CALL(kv->device->driver, cuMemGetInfo, &free_bytes, &total_bytes);
+    leave(kv, before);
+    if (status == XP_OK)
+        kv_rank_captured(&kv->rank, free_bytes, xp_monotonic_ns());
+    return library_status(status);
 }
 
 /* ---- commands ---------------------------------------------------------------------------------
@@ -176,32 +237,36 @@ static bool mapped_everywhere(const xpool_kv_t *kv, uint32_t *bundles_out)
     return true;
 }
 
-/* Takes the command over; false when the engine is not told of it now. */
-static bool apply(xpool_kv_t *kv, const kv_command_t *command, xpool_kv_command_t *out)
+/* Takes the command over; XP_RETRY when the engine is not told of it now. */
+static xp_status_t apply(xpool_kv_t *kv, const kv_command_t *command, xpool_kv_command_t *out)
 {
     const uint32_t mapped = kv_backing_mapped(kv->backing);
     if (command->bundles < mapped || (command->bundles == mapped && command->trim)) {
+        xp_failpoint("kv.rank.withdrawn");
         out->order = XPOOL_KV_SHRINK;
         out->tokens = tokens_of(kv, command->bundles);
         out->trim = command->trim;
-        return true;
+        return XP_OK;
     }
+    xp_failpoint("kv.rank.seen");
     /* Where the system has no memory, less than was granted is mapped, and the daemon sees it. */
-    (void)kv_backing_resize(kv->backing, command->bundles);
+    if (kv_backing_resize(kv->backing, command->bundles) == XP_FATAL)
+        return XP_FATAL;
+    xp_failpoint("kv.rank.grown");
     kv_rank_complete(&kv->rank, kv_backing_mapped(kv->backing));
     if (kv->rank.count > 1) {
         kv->growing = kv_rank_leads(&kv->rank);
         kv->growing_trim = command->trim;
-        return false;
+        return XP_RETRY;
     }
     out->order = XPOOL_KV_GROW;
     out->tokens = tokens_of(kv, kv_backing_mapped(kv->backing));
     out->trim = command->trim;
-    return true;
+    return XP_OK;
 }
 
-static bool poll_command(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
-                         xpool_kv_command_t *out)
+static xp_status_t poll_command(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
+                                xpool_kv_command_t *out)
 {
     kv_command_t command;
     uint32_t bundles;
@@ -209,17 +274,20 @@ static bool poll_command(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
     if (kv->growing) {
         if (!mapped_everywhere(kv, &bundles) || bundles == 0 ||
             bundles > kv_backing_mapped(kv->backing))
-            return false;
+            return XP_RETRY;
         kv->growing = false;
         out->order = XPOOL_KV_GROW;
         out->tokens = tokens_of(kv, bundles);
         out->trim = kv->growing_trim;
-        return true;
+        return XP_OK;
     }
-    if (!kv_rank_pending(&kv->rank))
-        return false;
-    return kv_rank_poll(&kv->rank, step, bundles_of(kv, least_tokens), &command) &&
-           apply(kv, &command, out);
+    if (!kv_rank_pending(&kv->rank)) {
+        (void)kv_backing_prepare(kv->backing); /* at most one handle a step */
+        return XP_RETRY;
+    }
+    if (!kv_rank_poll(&kv->rank, step, bundles_of(kv, least_tokens), &command))
+        return XP_RETRY;
+    return apply(kv, &command, out);
 }
 
 xpool_status_t xpool_kv_poll(xpool_kv_t *kv, uint32_t step, uint32_t least_tokens,
@@ -233,23 +301,64 @@ xpool_status_t xpool_kv_poll(xpool_kv_t *kv, uint32_t step, uint32_t least_token
                                      "xpool_kv_command_t", &command, sizeof(command));
     if (status != XP_OK)
         return library_status(status);
-    if (!poll_command(kv, step, least_tokens, &command))
-        return XPOOL_RETRY;
+    cuda_context_t before;
+    status = enter(kv, &before);
+    if (status != XP_OK)
+        return library_status(status);
+    status = poll_command(kv, step, least_tokens, &command);
+    leave(kv, before);
+    if (status != XP_OK)
+        return status == XP_RETRY ? XPOOL_RETRY : library_status(status);
     library_give_struct(&command, sizeof(command), command_out, command_out->struct_bytes);
     return XPOOL_OK;
 }
 
-xpool_status_t xpool_kv_release(xpool_kv_t *kv, uint32_t tokens)
+/* What was queued on `stream` before has ended. XP_RETRY: not within patience. */
+static xp_status_t wait_for(xpool_kv_t *kv, cuda_stream_t stream)
 {
-    xp_status_t status = check_kv(kv, kv, "xpool_kv_release");
-    if (status == XP_OK && (tokens == 0 || bundles_of(kv, tokens) > kv_backing_mapped(kv->backing)))
-        status = xp_fail(XP_INVALID, "%u KV slots are to stay of %u that have memory", tokens,
-                         tokens_of(kv, kv_backing_mapped(kv->backing)));
-    if (status == XP_OK)
-        status = kv_backing_resize(kv->backing, bundles_of(kv, tokens));
+    const uint64_t deadline_ns = xp_monotonic_ns() + RELEASE_PATIENCE_NS;
+    xp_clock_t clock = xp_clock_system();
+    XP_TRY(CUDA_CALL(kv->device->driver, cuEventRecord, kv->fence, stream));
+    xp_status_t status = cuda_event_wait(kv->device, kv->fence, &clock, deadline_ns);
+    return status == XP_TIMEOUT ? xp_fail_context(XP_RETRY, "KV slots are still in use") : status;
+}
+
+static xp_status_t release(xpool_kv_t *kv, uint32_t tokens, bool wait, cuda_stream_t stream)
+{
+    const uint32_t mapped = kv_backing_mapped(kv->backing);
+    if (tokens == 0 || bundles_of(kv, tokens) > mapped)
+        return xp_fail(XP_INVALID, "%u KV slots are to stay of %u that have memory", tokens,
+                       tokens_of(kv, mapped));
+    if (wait && bundles_of(kv, tokens) < mapped)
+        XP_TRY(wait_for(kv, stream));
+    xp_status_t status = kv_backing_resize(kv->backing, bundles_of(kv, tokens));
+    xp_failpoint("kv.rank.released");
     if (status == XP_OK)
         kv_rank_complete(&kv->rank, kv_backing_mapped(kv->backing));
+    return status;
+}
+
+static xpool_status_t release_from(xpool_kv_t *kv, uint32_t tokens, bool wait, void *stream)
+{
+    cuda_context_t before;
+    xp_status_t status = check_kv(kv, kv, "xpool_kv_release");
+    if (status == XP_OK)
+        status = enter(kv, &before);
+    if (status != XP_OK)
+        return library_status(status);
+    status = release(kv, tokens, wait && kv->device, stream);
+    leave(kv, before);
     return library_status(status);
+}
+
+xpool_status_t xpool_kv_release(xpool_kv_t *kv, uint32_t tokens)
+{
+    return release_from(kv, tokens, false, NULL);
+}
+
+xpool_status_t xpool_kv_release_after(xpool_kv_t *kv, uint32_t tokens, void *stream)
+{
+    return release_from(kv, tokens, true, stream);
 }
 
 /* ---- reports ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "config/config.h"
 #include "control/planner.h"
+#include "cuda/device.h"
 #include "xpool/xpool.h"
 
 /* Immutable but for what is worked out on first use, under the lock. */
@@ -40,6 +41,7 @@ typedef struct library_kv_place {
     uint32_t partition;
     char name[96];                         /* of the memory */
     uint64_t (*room_bytes)(void *context); /* as in kv_backing_options_t */
+    const cuda_device_t *device;           /* the rank's GPU, lives as long; NULL on a CPU */
 } library_kv_place_t;
 /* XP_UNSUPPORTED: the daemon gave it none. */
 xp_status_t library_rank_kv_place(const xpool_rank_t *rank, library_kv_place_t *place_out);

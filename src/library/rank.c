@@ -35,6 +35,7 @@
 #define FAILURE_TEXT_WAIT_NS (2 * XP_NS_PER_S)
 #define LOOK_PERIOD_MS       100
 #define LOOK_LIMIT_NS        (50 * XP_NS_PER_MS)
+#define COUNT_LIMIT_NS       (2 * XP_NS_PER_S) /* where streams are idle */
 #define CLOSE_POLL_NS        (1 * XP_NS_PER_MS)
 #define CLOSE_WAIT_NS        (5 * XP_NS_PER_S) /* for a call in flight, whose arena is closed */
 
@@ -301,6 +302,19 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
     pthread_mutex_unlock(&rank->lock);
 }
 
+static void fill_device_stats(const xpool_rank_t *rank, xpw_InstanceStats *stats)
+{
+    library_device_counts_t counts;
+    library_device_counts(rank->device, xp_monotonic_ns() + LOOK_LIMIT_NS, &counts);
+    stats->ffn_calls = counts.calls;
+    stats->ffn_rows = counts.rows;
+    stats->eager_decode_calls = counts.eager_decode;
+    stats->eager_prefill_calls = counts.eager_prefill;
+    stats->captured_calls = counts.captured;
+    stats->replayed_calls = counts.replayed;
+    stats->ffn_wait_ns = counts.wait_ns;
+}
+
 static void on_stats(evutil_socket_t fd, short events, void *context)
 {
     xpool_rank_t *rank = context;
@@ -310,6 +324,8 @@ static void on_stats(evutil_socket_t fd, short events, void *context)
                                                        .ffn_rows = atomic_load(&rank->rows),
                                                        .kv_bytes = rank->kv_bytes,
                                                        .weight_bytes = rank->weight_bytes};
+    if (rank->device)
+        fill_device_stats(rank, &envelope.body.instance_stats);
     participant_send(rank->participant, &envelope, NULL, 0);
 }
 
@@ -641,6 +657,8 @@ xp_status_t library_rank_kv_place(const xpool_rank_t *rank, library_kv_place_t *
                                       .bell = rank->kv_fds.fds[2],
                                       .partition = rank->kv_partition,
                                       .room_bytes = config_machine_room};
+    if (rank->device)
+        place_out->device = library_device_cuda(rank->device);
     snprintf(place_out->name, sizeof(place_out->name), "xpool-kv:%s.%u", rank->model_id,
              rank->rank);
     return XP_OK;
@@ -692,6 +710,8 @@ xpool_status_t xpool_rank_serving(xpool_rank_t *rank, const xpool_serving_t *giv
                                      "server, or port 0 for none");
     if (status == XP_OK && !atomic_load(&rank->executable))
         status = xp_fail(XP_RETRY, "not executable yet: call xpool_rank_wait_executable first");
+    if (status == XP_OK && rank->device)
+        status = library_device_count_anew(rank->device, xp_monotonic_ns() + COUNT_LIMIT_NS);
     if (status != XP_OK)
         return library_status(status);
     pthread_mutex_lock(&rank->lock);
@@ -811,9 +831,8 @@ static xp_status_t carry(xpool_rank_t *rank, const xpool_ffn_call_t *call)
 static xp_status_t queue_ffn(xpool_rank_t *rank, const xpool_ffn_call_t *call)
 {
     xp_status_t status = library_device_ffn(rank->device, call);
-    atomic_fetch_add_explicit(&rank->calls, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&rank->rows, call->rows, memory_order_relaxed);
-    if (call->layer == 0)
+    /* Where an engine writes live rows itself, a step is one such record. */
+    if (call->layer == 0 && !call->live_on_device)
         atomic_fetch_add_explicit(&rank->steps, 1, memory_order_relaxed);
     if (status == XP_FATAL)
         return canonical_failure(rank, xp_error_last()->text);
@@ -885,6 +904,8 @@ xpool_status_t xpool_rank_live(xpool_rank_t *rank, const xpool_live_t *given, ui
                                 "xpool_live_t", &live, sizeof(live));
     if (status == XP_OK)
         status = library_device_live(rank->device, given ? &live : NULL, record_out);
+    if (status == XP_OK && given)
+        atomic_fetch_add_explicit(&rank->steps, 1, memory_order_relaxed);
     return library_status(status);
 }
 
@@ -897,6 +918,26 @@ xpool_status_t xpool_rank_finish(xpool_rank_t *rank, double timeout_seconds)
         status = library_device_finish(rank->device, seconds_from_now(timeout_seconds));
     if (status == XP_RETRY)
         status = xp_fail(XP_RETRY, "the device did not tell within %g s", timeout_seconds);
+    if (status == XP_FATAL)
+        status = canonical_failure(rank, xp_error_last()->text);
+    return library_status(status);
+}
+
+xpool_status_t xpool_rank_mark(xpool_rank_t *rank, void *stream, uint64_t *mark_out)
+{
+    xp_status_t status = check_device(rank, "xpool_rank_mark");
+    if (status == XP_OK && !mark_out)
+        status = xp_fail(XP_INVALID, "xpool_rank_mark needs mark_out");
+    if (status == XP_OK)
+        status = library_device_mark(rank->device, stream, mark_out);
+    return library_status(status);
+}
+
+xpool_status_t xpool_rank_look(xpool_rank_t *rank, uint64_t mark)
+{
+    xp_status_t status = check_device(rank, "xpool_rank_look");
+    if (status == XP_OK)
+        status = library_device_look(rank->device, mark, xp_monotonic_ns() + COUNT_LIMIT_NS);
     if (status == XP_FATAL)
         status = canonical_failure(rank, xp_error_last()->text);
     return library_status(status);
@@ -917,6 +958,17 @@ void xpool_rank_state(const xpool_rank_t *rank, xpool_rank_state_t *state_out)
                                  .ffn_calls = atomic_load(&self->calls),
                                  .ffn_rows = atomic_load(&self->rows),
                                  .ffn_wait_ns = atomic_load(&self->wait_ns)};
+    if (self->device) {
+        library_device_counts_t counts;
+        library_device_counts(self->device, xp_monotonic_ns() + LOOK_LIMIT_NS, &counts);
+        state.ffn_calls = counts.calls;
+        state.ffn_rows = counts.rows;
+        state.ffn_wait_ns = counts.wait_ns;
+        state.eager_decode_calls = counts.eager_decode;
+        state.eager_prefill_calls = counts.eager_prefill;
+        state.captured_calls = counts.captured;
+        state.replayed_calls = counts.replayed;
+    }
     pthread_mutex_lock(&self->lock);
     state.ended = self->ended;
     snprintf(state.failure, sizeof(state.failure), "%s", self->failure);

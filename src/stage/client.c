@@ -179,6 +179,7 @@ static void client_describe_put(stage_client_t *client, uint32_t layer, uint32_t
                          .row_bytes = client_row_bytes(client)};
     client->answers = 0;
     if (client->path == STAGE_RELAY) {
+        put->relayed = 1;
         put->targets[put->count++] = (stage_target_t){
             .line = client->parts.arena + offsetof(mailbox_arena_t, request),
             .input = client->parts.arena + transport_cuda_input_offset(&client->geometry)};
@@ -298,6 +299,13 @@ xp_status_t stage_client_finish(stage_client_t *client, uint64_t deadline_ns)
 xp_status_t stage_client_close(stage_client_t *client, xp_status_t reason)
 {
     return transport_cuda_client_close(client->transport, reason);
+}
+
+xp_status_t stage_client_state_copy(const stage_client_t *client, transport_device_state_t *to,
+                                    cuda_stream_t stream)
+{
+    return CUDA_CALL(client->device->driver, cuMemcpyDtoHAsync, to, client->parts.state,
+                     sizeof(*to), stream);
 }
 
 xp_status_t stage_client_counters(stage_client_t *client, uint64_t deadline_ns,

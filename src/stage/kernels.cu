@@ -69,7 +69,7 @@ put_lines(const stage_put_t &put, transport_device_state_t *state, const transpo
 {
     stage_line_t line;
     if (stage_device_put_line(&put, state, live, &line) && threadIdx.x < put.count)
-        stage_target_put(&put.targets[threadIdx.x], &line);
+        stage_target_put(&put, threadIdx.x, &line);
 }
 static_assert(STAGE_MAX_MEMBERS <= 32, "a warp publishes");
 
@@ -277,7 +277,8 @@ extern "C" __global__ void stage_describe(stage_instance_t *instance, stage_abou
 extern "C" __global__ void stage_page_start(stage_page_t *page, stage_head_t head)
 {
     uint64_t *words = (uint64_t *)page->lines;
-    for (uint32_t i = threadIdx.x; i < sizeof(page->lines) / 8; i += blockDim.x)
+    for (uint32_t i = threadIdx.x; i < (sizeof(page->lines) + sizeof(page->briefs)) / 8;
+         i += blockDim.x)
         words[i] = 0;
     if (threadIdx.x == 0)
         page->head = head;

@@ -13,7 +13,7 @@
  *   line of a rank   EMPTY/TAKEN s ── stage_line_publish(t > s) ──▶ LIVE t ── answered ──▶ TAKEN t
  *
  * | word                | writer            | reader            | rewritten after            |
- * | line.sequence       | Instance Rank     | FfnAgent          | the answer of all members  |
+ * | brief, after line   | Instance Rank     | FfnAgent          | the answer of all members  |
  * | partial.sequence    | member            | first member      | the answer (next lines)    |
  * | response, partial   | first member,     | Instance Rank     | the next lines of all      |
  * |  of the arena       |  each member      |  (or relay)       |  ranks                     |
@@ -29,12 +29,23 @@
 
 #define STAGE_MAGIC          0x31475358u /* "XSG1" */
 #define STAGE_PARTIALS_MAGIC 0x31505358u /* "XSP1" */
-#define STAGE_ABI            1u
+#define STAGE_ABI            2u
 #define STAGE_HEADER_BYTES   4096u
 #define STAGE_MAX_MEMBERS    FABRIC_MAX_FFN
 
 /* ---- stage: Instance Ranks to an FfnAgent --------------------------------------------------- */
 typedef mailbox_request_t stage_line_t;
+
+/* The word that is polled: the sequence's low half and, so that the common case is one trip to
+ * memory, what a rank that is alone says in its line. */
+typedef struct stage_brief {
+    uint64_t word; /* published last */
+    uint8_t pad[MAILBOX_LINE - 8];
+} stage_brief_t;
+#define STAGE_BRIEF_LAYER_BITS 10u
+#define STAGE_BRIEF_ROWS_BITS  17u
+#define STAGE_BRIEF_KIND_BITS  2u
+#define STAGE_BRIEF_LONG       (1ull << 63) /* does not fit: the line says it */
 
 typedef struct stage_head {
     uint32_t magic, abi;
@@ -46,23 +57,68 @@ typedef struct stage_head {
 typedef struct stage_page {
     stage_head_t head;                    /* constant, written by the FfnAgent */
     stage_line_t lines[FABRIC_MAX_RANKS]; /* one cache line each, the rank's */
+    stage_brief_t briefs[FABRIC_MAX_RANKS];
     /* input rows at STAGE_HEADER_BYTES */
 } stage_page_t;
 
-/* Instance Rank, no line of it live: rows and the other fields of the line were written before, by
- * this thread or by threads that this one has met in a barrier. release: pairs with
- * stage_line_read. */
-PROTOCOL_FUNCTION void stage_line_publish(stage_line_t *line, uint64_t sequence)
+/* Lines and briefs of one page lie at a fixed distance. */
+PROTOCOL_FUNCTION uint64_t *stage_line_brief(const stage_line_t *line)
 {
-    PROTOCOL_PUBLISH(&line->sequence, sequence);
+    return (uint64_t *)((uintptr_t)line + FABRIC_MAX_RANKS * sizeof(stage_line_t));
 }
 
-/* FfnAgent: is there a line after `taken`, the last one answered? acquire: pairs with
- * stage_line_publish. What this thread, or one that it meets in a barrier, reads afterwards of line
- * and rows is of the sequence that was found, or of a later one. */
-PROTOCOL_FUNCTION int stage_line_changed(const stage_line_t *line, uint64_t taken)
+PROTOCOL_FUNCTION uint64_t stage_brief_make(const stage_line_t *line)
 {
-    return PROTOCOL_LOAD_ACQUIRE(&line->sequence) != taken;
+    const uint32_t rows_at = 32 + STAGE_BRIEF_LAYER_BITS, kind_at = rows_at + STAGE_BRIEF_ROWS_BITS;
+    const uint64_t low = line->sequence & 0xffffffffu;
+    if (line->layer >> STAGE_BRIEF_LAYER_BITS || line->rows >> STAGE_BRIEF_ROWS_BITS ||
+        line->kind >> STAGE_BRIEF_KIND_BITS || line->rows != line->dp_rows[0])
+        return STAGE_BRIEF_LONG | low;
+    return low | (uint64_t)line->layer << 32 | (uint64_t)line->rows << rows_at |
+           (uint64_t)line->kind << kind_at;
+}
+
+/* What a brief says, after `taken`, the last sequence that was answered; of the fields below
+ * dp_rows the first one only, and no deadline. 0: it does not say it. Sequences grow by less than
+ * the half of what fits the low half, since a pass has fewer layers. */
+PROTOCOL_FUNCTION int stage_brief_read(uint64_t brief, uint64_t taken, stage_line_t *line_out)
+{
+    const uint32_t rows_at = 32 + STAGE_BRIEF_LAYER_BITS, kind_at = rows_at + STAGE_BRIEF_ROWS_BITS;
+    const uint32_t step = (uint32_t)brief - (uint32_t)taken;
+    if ((brief & STAGE_BRIEF_LONG) || step == 0 || step >> 31)
+        return 0;
+    line_out->sequence = taken + step;
+    line_out->slo_deadline_ns = 0;
+    line_out->layer = (uint32_t)(brief >> 32) & ((1u << STAGE_BRIEF_LAYER_BITS) - 1);
+    line_out->rows = (uint32_t)(brief >> rows_at) & ((1u << STAGE_BRIEF_ROWS_BITS) - 1);
+    line_out->kind = (uint32_t)(brief >> kind_at) & ((1u << STAGE_BRIEF_KIND_BITS) - 1);
+    line_out->reserved = 0;
+    line_out->dp_rows[0] = line_out->rows;
+    for (int i = 1; i < MAILBOX_MAX_DP; i++)
+        line_out->dp_rows[i] = 0;
+    return 1;
+}
+
+/* Instance Rank, no line of it live: rows and the other fields of the line were written before, by
+ * this thread or by threads that this one has met in a barrier. release: pairs with
+ * stage_line_changed. */
+PROTOCOL_FUNCTION void stage_line_publish(stage_line_t *line, const stage_line_t *value)
+{
+    line->sequence = value->sequence;
+    PROTOCOL_PUBLISH(stage_line_brief(line), stage_brief_make(value));
+}
+
+/* FfnAgent: is there a line after `taken`, the last one answered? Its brief goes to *brief_out.
+ * acquire: pairs with stage_line_publish. What this thread, or one that it meets in a barrier,
+ * reads afterwards of line and rows is of the sequence that was found, or of a later one. */
+PROTOCOL_FUNCTION int stage_line_changed(const stage_line_t *line, uint64_t taken,
+                                         uint64_t *brief_out)
+{
+    const uint64_t brief = PROTOCOL_LOAD_ACQUIRE(stage_line_brief(line));
+    if ((uint32_t)brief == (uint32_t)taken)
+        return 0;
+    *brief_out = brief;
+    return 1;
 }
 
 /* FfnAgent, after stage_line_changed() has found one, so that its order holds here and sequence and
@@ -122,6 +178,7 @@ typedef struct stage_put {
     uint32_t layer, captured;
     uint32_t dp, dp_size; /* this rank's DP rank */
     uint32_t carries;     /* its rows travel; 0 for the further ranks of attention TP */
+    uint32_t relayed;     /* the target is an arena's request, which has no brief */
     uint32_t gathered;    /* at their place among those of all DP ranks; 0: at the start */
     uint32_t max_rows;    /* of each DP rank */
     uint64_t row_bytes;
@@ -212,11 +269,15 @@ PROTOCOL_FUNCTION int stage_device_put_line(const stage_put_t *put, transport_de
 
 /* One thread for all targets, or one for each: a release waits for what its thread wrote before,
  * and so for the line of the target before. */
-PROTOCOL_FUNCTION void stage_target_put(const stage_target_t *target, const stage_line_t *value)
+PROTOCOL_FUNCTION void stage_target_put(const stage_put_t *put, uint32_t target,
+                                        const stage_line_t *value)
 {
-    stage_line_t *line = (stage_line_t *)(uintptr_t)target->line;
+    stage_line_t *line = (stage_line_t *)(uintptr_t)put->targets[target].line;
     stage_line_fill(line, value);
-    stage_line_publish(line, value->sequence);
+    if (put->relayed)
+        PROTOCOL_PUBLISH(&line->sequence, value->sequence);
+    else
+        stage_line_publish(line, value);
 }
 
 /* Both, by one thread. */
@@ -227,7 +288,7 @@ PROTOCOL_FUNCTION void stage_device_put(const stage_put_t *put, transport_device
     if (!stage_device_put_line(put, state, live, &line))
         return;
     for (uint32_t t = 0; t < put->count; t++)
-        stage_target_put(&put->targets[t], &line);
+        stage_target_put(put, t, &line);
 }
 
 /* Who answers a put: members (bits), each with a partial; none of them: the response. FfnAgents

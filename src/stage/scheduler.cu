@@ -135,7 +135,8 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
                     if (block->notes)
                         block->begun_ns = transport_clock_ns();
                 }
-                const uint64_t took = transport_clock_ns() - start;
+                // Not while rows wait: the clock is far away.
+                const uint64_t took = next & OWN ? 0 : transport_clock_ns() - start;
                 if (took > s->counts.longest_turn_ns)
                     s->counts.longest_turn_ns = took;
             }
@@ -158,8 +159,9 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
     }
     if (lane == 0) {
         // The helpers' chunk is short, and they must be asleep before they are called once more.
-        while (s->chunk_busy && block_ref<uint32_t>(block->ended).load(
-                                    cuda::memory_order_acquire) != STAGE_HELPERS / 32)
+        while (s->chunk_busy &&
+               block_ref<uint32_t>(block->ended).load(cuda::memory_order_acquire) !=
+                   STAGE_HELPERS / 32)
             ;
         s->counts.turns = s->turn;
         table->counts = s->counts;

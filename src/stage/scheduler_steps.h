@@ -29,6 +29,7 @@
 #define STAGE_LINES      128u /* Instance Ranks of one FfnAgent; stage.h's STAGE_LINES_MAX */
 #define STAGE_LOOK_TURNS 32u  /* orders, ages and failures are looked at every so many turns */
 #define STAGE_SEVERAL    0xffffffffu
+#define STAGE_CLOSED_NS  100000u /* after so long a wait: are the arenas closed? */
 
 typedef enum stage_phase {
     STAGE_IDLE = 0,
@@ -46,6 +47,7 @@ typedef struct stage_work {
     uint32_t phase;
     uint32_t abandoned; /* detached while an Invocation is in flight */
     uint32_t ranks;
+    uint32_t alone; /* one rank, one member, for every layer: stage_scheduler_alone() */
     uint64_t taken; /* sequence of the last Invocation that ended here */
     /* the live one */
     stage_line_t line; /* of the rank that came first */
@@ -102,6 +104,7 @@ typedef struct stage_scheduler {
     stage_counts_t counts;
     stage_lane_t lane[FFN_CUDA_MAX_LANES];
     stage_line_at_t lines[STAGE_LINES];
+    uint64_t briefs[STAGE_LINES]; /* of the lines that changed */
     stage_work_t work[FABRIC_MAX_INSTANCES];
 } stage_scheduler_t;
 
@@ -234,13 +237,13 @@ PROTOCOL_FUNCTION void stage_scheduler_drop(stage_scheduler_t *s, uint32_t insta
 /* ---- lines ---------------------------------------------------------------------------------- */
 /* Any thread of the block, before a turn and met by the thread that takes it: does the line at
  * `index` want a look? Its order is that of stage_line_changed(). */
-PROTOCOL_FUNCTION int stage_scheduler_line_changed(const stage_scheduler_t *s, uint32_t index)
+PROTOCOL_FUNCTION int stage_scheduler_line_changed(stage_scheduler_t *s, uint32_t index)
 {
     const stage_line_at_t *at = &s->lines[index];
     const stage_work_t *work = &s->work[at->instance];
     if (work->phase > STAGE_GATHERING || (work->gathered >> at->rank & 1))
         return 0;
-    return stage_line_changed(at->line, work->taken);
+    return stage_line_changed(at->line, work->taken, &s->briefs[index]);
 }
 
 PROTOCOL_FUNCTION int stage_line_valid(const stage_about_t *about, const stage_line_t *line,
@@ -586,17 +589,18 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
         answer->consumers[0].first = 0;
         answer->consumers[0].count = work->rows;
     }
-    answer->ticket = ++s->tickets;
+    const uint64_t ticket = ++s->tickets;
+    answer->ticket = ticket;
     answer->instance = instance;
     answer->rank = work->first_rank;
     answer->kind = work->line.kind;
     answer->layer_of_model = work->line.layer;
-    s->lane[work->lane].ticket = answer->ticket;
+    s->lane[work->lane].ticket = ticket;
     s->lane[work->lane].instance = instance;
     work->job = STAGE_JOB_NONE;
     if (work->rows <= FFN_CUDA_DECODE_ROWS &&
-        ffn_cuda_command_post(s->dispatch, &s->poster, work->lane, plan.spread ? 0 : plan.word,
-                              work->line.sequence)) {
+        ffn_cuda_command_post(s->dispatch, &s->poster, work->lane, ticket,
+                              plan.spread ? 0 : plan.word, work->line.sequence)) {
         /* What the resident kernel does not do: further consumers, after its `done`. */
         if (plan.spread)
             work->job = STAGE_JOB_COPY;
@@ -743,6 +747,7 @@ PROTOCOL_FUNCTION int stage_scheduler_order(stage_scheduler_t *s, uint32_t insta
     if (transport_slot_state(wanted) == TRANSPORT_SLOT_ATTACHED) {
         work->about = described->about;
         work->ranks = work->about.tp * work->about.dp;
+        work->alone = work->ranks == 1 && work->about.uniform == 1u << s->ffn;
         work->taken = 0; /* the host has cleared the lines */
     }
     work->now = wanted;
@@ -750,12 +755,33 @@ PROTOCOL_FUNCTION int stage_scheduler_order(stage_scheduler_t *s, uint32_t insta
     return 1;
 }
 
+/* A rank or a member that is waited for may have ended the Instance: a rank that closed its arena
+ * puts no line any more, and a member that found nonsense in its own line closed them all and
+ * brings no partial. One rank's arena a look, since each is a trip over the link. */
+PROTOCOL_FUNCTION int stage_scheduler_closed(stage_scheduler_t *s, uint32_t instance)
+{
+    const stage_work_t *work = &s->work[instance];
+    const uint64_t looks = s->turn / STAGE_LOOK_TURNS / s->instances;
+    const uint32_t rank = (uint32_t)(looks % work->ranks);
+    const uint32_t reason =
+        mailbox_closed((const mailbox_arena_t *)(uintptr_t)work->about.arenas[rank]);
+    if (!reason)
+        return 0;
+    stage_scheduler_drop(s, instance, reason < XP_STATUS_COUNT ? reason : (uint32_t)XP_PEER);
+    return 1;
+}
+
 PROTOCOL_FUNCTION void stage_scheduler_age(stage_scheduler_t *s, uint32_t instance, uint64_t now_ns)
 {
     stage_work_t *work = &s->work[instance];
-    if (work->phase == STAGE_IDLE || now_ns - work->since_ns < s->timeout_ns)
+    if (work->phase == STAGE_IDLE)
         return;
     const uint64_t waited = now_ns - work->since_ns;
+    if ((work->phase == STAGE_GATHERING || work->phase == STAGE_PARTIALS) &&
+        waited >= STAGE_CLOSED_NS && stage_scheduler_closed(s, instance))
+        return;
+    if (waited < s->timeout_ns)
+        return;
     uint32_t kind = STAGE_FAILURE_EXECUTION, missing = s->ffn;
     if (work->phase == STAGE_GATHERING) {
         kind = STAGE_FAILURE_RANK;
@@ -842,6 +868,86 @@ PROTOCOL_FUNCTION int stage_scheduler_quiet(const stage_scheduler_t *s)
            (s->jobs == 0 || s->chunk_busy) && s->turn % STAGE_LOOK_TURNS != 0;
 }
 
+/* The common case in a few steps, since every layer of every token waits for them: nothing else is
+ * in hand, one line is new, and its Instance has one rank and this member alone. Returns 0 when
+ * that is not so, and nothing has been done; else all is as after the general steps. */
+PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index, uint64_t now_ns)
+{
+    const stage_line_at_t *at = &s->lines[index];
+    const uint32_t instance = at->instance;
+    stage_work_t *work = &s->work[instance];
+    stage_line_t line;
+    if (!work->alone || !stage_brief_read(s->briefs[index], work->taken, &line) ||
+        work->phase != STAGE_IDLE || transport_slot_state(work->now) != TRANSPORT_SLOT_ATTACHED)
+        return 0;
+    const uint32_t max_rows = work->about.max_rows, layers = work->about.layers;
+    if (line.layer >= layers || line.kind >= MAILBOX_KIND_COUNT || line.rows > max_rows)
+        return 0;
+    if (s->dispatch && (line.rows > FFN_CUDA_DECODE_ROWS || line.rows > s->dispatch->max_rows))
+        return 0;
+    const uint32_t number = stage_first_bit(s->lanes_free);
+    if (s->dispatch) {
+        const ffn_cuda_dispatch_lane_t own = s->dispatch->lanes[number];
+        const uint64_t arena = work->about.arenas[0];
+        const uint64_t ticket = s->tickets + 1;
+        uint64_t *word = &((mailbox_arena_t *)(uintptr_t)arena)->response.sequence;
+        own.lane->layer = s->dispatch->models[work->about.weights].first_layer + line.layer;
+        own.lane->rows = line.rows;
+        own.lane->input = (const void *)(uintptr_t)work->about.input;
+        own.lane->output = (void *)(uintptr_t)(arena + work->about.output_offset);
+        own.lane->partial = 0;
+        own.answer->source_count = 0;
+        own.answer->consumer_count = 1;
+        own.answer->consumers[0].rows = 0;
+        own.answer->consumers[0].word = word;
+        own.answer->consumers[0].value = line.sequence;
+        own.answer->consumers[0].first = 0;
+        own.answer->consumers[0].count = line.rows;
+        own.answer->ticket = ticket;
+        own.answer->instance = instance;
+        own.answer->rank = 0;
+        own.answer->kind = line.kind;
+        own.answer->layer_of_model = line.layer;
+        s->tickets = ticket;
+        if (ffn_cuda_command_post(s->dispatch, &s->poster, number, ticket, word, line.sequence)) {
+            s->counts.resident++;
+        } else {
+            ffn_cuda_request_post(s->dispatch, &s->poster, number, 1);
+            s->counts.host++;
+        }
+        s->lane[number].ticket = ticket;
+        s->lane[number].instance = instance;
+        work->job = STAGE_JOB_NONE;
+        work->phase = STAGE_RUNNING;
+    } else {
+        s->lane[number].ticket = 0;
+        work->phase = STAGE_JOB;
+        work->job = STAGE_JOB_ECHO;
+        work->job_from = (const void *)(uintptr_t)work->about.input;
+        work->job_wide = 0;
+        work->job_next = 0;
+        s->jobs |= 1ull << instance;
+    }
+    work->line = line;
+    work->gathered = 1;
+    work->first_rank = 0;
+    work->rows = line.rows;
+    work->group = 1u << s->ffn;
+    work->members = 1;
+    work->member = 0;
+    work->urgent = line.kind == 0 || line.rows <= FFN_CUDA_DECODE_ROWS;
+    work->lane = number;
+    work->lane_held = 1;
+    work->arrival = s->arrivals++;
+    work->passes = 0;
+    work->since_ns = now_ns;
+    s->lanes_free &= ~(1u << number);
+    s->counts.lanes_in_use++;
+    if (s->counts.lanes_in_use > s->counts.lanes_peak)
+        s->counts.lanes_peak = s->counts.lanes_in_use;
+    return 1;
+}
+
 /* changed: bit i of word i / 32 for each line that stage_scheduler_line_changed() found; ended:
  * bits of Lanes that stage_scheduler_lane_ended() found. Returns 1 while the scheduler is to go on.
  */
@@ -850,7 +956,17 @@ PROTOCOL_FUNCTION int stage_scheduler_turn(stage_scheduler_t *s,
                                            uint64_t now_ns)
 {
     const uint32_t words = STAGE_LINES / 32;
-    uint32_t events = 0;
+    uint32_t events = 0, only = STAGE_SEVERAL;
+    for (uint32_t w = 0; w < words; w++)
+        if (changed[w])
+            only = only == STAGE_SEVERAL && (changed[w] & (changed[w] - 1)) == 0
+                       ? w * 32 + stage_first_bit(changed[w])
+                       : STAGE_LINES;
+    if (only < STAGE_LINES && !ended && !s->closing && s->lanes_free && stage_scheduler_quiet(s) &&
+        stage_scheduler_alone(s, only, now_ns)) {
+        s->turn++;
+        return 1;
+    }
     /* Another word first in each turn, so that no line waits for ever behind busy ones. */
     for (uint32_t w = 0; w < words; w++) {
         const uint32_t word = (uint32_t)((s->turn + w) % words);

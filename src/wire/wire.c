@@ -45,21 +45,19 @@ static xp_status_t make_parents(const char *path)
     return XP_OK;
 }
 
-xp_status_t wire_listen(const char *path, int *socket_out, int *lock_out)
+xp_status_t wire_claim(const char *path, int *lock_out)
 {
     struct sockaddr_un address;
     XP_TRY(wire_address(path, &address));
     XP_TRY(make_parents(path));
 
     xp_status_t status;
-    int lock = -1, listener = -1;
     char lock_path[160];
     snprintf(lock_path, sizeof(lock_path), "%s.lock", path);
-    struct stat info;
     /* The owner removes the lock file when it leaves, so the file that was opened may be a removed
      * one by the time it is locked: only a lock on the file that the path names counts. */
     for (int attempt = 0;; attempt++) {
-        lock = open(lock_path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        int lock = open(lock_path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
         if (lock < 0)
             return xp_fail_errno(XP_IO, "cannot open %s", lock_path);
         if (flock(lock, LOCK_EX | LOCK_NB) != 0) {
@@ -70,48 +68,55 @@ xp_status_t wire_listen(const char *path, int *socket_out, int *lock_out)
                               "`xpool down` or choose another daemon.socket",
                               path)
                     : xp_fail_errno(XP_IO, "cannot lock %s", lock_path);
-            goto fail;
+            close(lock);
+            return status;
         }
-        struct stat held;
-        if (fstat(lock, &held) == 0 && lstat(lock_path, &info) == 0 && held.st_ino == info.st_ino &&
-            held.st_dev == info.st_dev)
-            break;
-        if (attempt == LOCK_ATTEMPTS) {
-            status = xp_fail(XP_IO, "%s is replaced again and again", lock_path);
-            goto fail;
+        struct stat held, named;
+        if (fstat(lock, &held) == 0 && lstat(lock_path, &named) == 0 &&
+            held.st_ino == named.st_ino && held.st_dev == named.st_dev) {
+            *lock_out = lock;
+            return XP_OK;
         }
         close(lock);
-        lock = -1;
+        if (attempt == LOCK_ATTEMPTS)
+            return xp_fail(XP_IO, "%s is replaced again and again", lock_path);
     }
+}
+
+xp_status_t wire_open(const char *path, int *socket_out)
+{
+    struct sockaddr_un address;
+    struct stat info;
+    XP_TRY(wire_address(path, &address));
     if (lstat(path, &info) == 0) {
-        if (!S_ISSOCK(info.st_mode)) {
-            status = xp_fail(XP_INVALID, "daemon.socket: %s exists and is not a socket", path);
-            goto fail;
-        }
-        if (unlink(path) != 0) {
-            status = xp_fail_errno(XP_IO, "cannot remove the stale socket %s", path);
-            goto fail;
-        }
+        if (!S_ISSOCK(info.st_mode))
+            return xp_fail(XP_INVALID, "daemon.socket: %s exists and is not a socket", path);
+        if (unlink(path) != 0)
+            return xp_fail_errno(XP_IO, "cannot remove the stale socket %s", path);
     }
-    listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (listener < 0) {
-        status = xp_fail_errno(XP_IO, "cannot make a socket");
-        goto fail;
-    }
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (listener < 0)
+        return xp_fail_errno(XP_IO, "cannot make a socket");
     mode_t old_mask = umask(0177);
     int bound = bind(listener, (struct sockaddr *)&address, sizeof(address));
     umask(old_mask);
     if (bound != 0 || listen(listener, WIRE_BACKLOG) != 0) {
-        status = xp_fail_errno(XP_IO, "cannot listen at %s", path);
-        goto fail;
+        xp_status_t status = xp_fail_errno(XP_IO, "cannot listen at %s", path);
+        close(listener);
+        return status;
     }
     *socket_out = listener;
-    *lock_out = lock;
     return XP_OK;
-fail:
-    if (listener >= 0)
-        close(listener);
-    if (lock >= 0)
+}
+
+xp_status_t wire_listen(const char *path, int *socket_out, int *lock_out)
+{
+    int lock;
+    XP_TRY(wire_claim(path, &lock));
+    xp_status_t status = wire_open(path, socket_out);
+    if (status == XP_OK)
+        *lock_out = lock;
+    else
         close(lock);
     return status;
 }
@@ -121,7 +126,8 @@ void wire_unlisten(const char *path, int socket, int lock)
     if (lock >= 0) {
         char lock_path[160];
         snprintf(lock_path, sizeof(lock_path), "%s.lock", path);
-        unlink(path);
+        if (socket >= 0)
+            unlink(path);
         unlink(lock_path);
         close(lock);
     }
@@ -339,7 +345,8 @@ const char *wire_body_name(pb_size_t which_body)
                                         [xpw_Envelope_stage_grant_tag] = "StageGrant",
                                         [xpw_Envelope_arena_detached_tag] = "ArenaDetached",
                                         [xpw_Envelope_plane_stats_tag] = "PlaneStats",
-                                        [xpw_Envelope_kept_weights_tag] = "KeptWeights"};
+                                        [xpw_Envelope_kept_weights_tag] = "KeptWeights",
+                                        [xpw_Envelope_fabric_id_tag] = "FabricId"};
     bool known = which_body < sizeof(names) / sizeof(names[0]) && names[which_body];
     return known ? names[which_body] : "unknown message";
 }

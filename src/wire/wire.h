@@ -38,7 +38,10 @@ typedef struct wire_descriptors {
  * the lock may replace what a killed predecessor left. Creates missing parent folders with mode
  * 0700. */
 xp_status_t wire_listen(const char *path, int *socket_out, int *lock_out);
-/* Removes the path if it is still ours, then closes both. */
+/* The same in two steps: the path is ours, and nobody can connect before the second one. */
+xp_status_t wire_claim(const char *path, int *lock_out);
+xp_status_t wire_open(const char *path, int *socket_out);
+/* Removes the path if it is still ours, then closes both; -1: claimed, not open. */
 void wire_unlisten(const char *path, int socket, int lock);
 
 /* Connects; XP_RETRY when nobody listens (yet), XP_IO otherwise. The socket is non-blocking. */

@@ -133,6 +133,15 @@ void agent_spawn(const char *name, int life_fd, uint32_t a, uint32_t b, agent_t 
     *agent_out = (agent_t){pid, pair[0]};
 }
 
+int agent_reap(agent_t *agent)
+{
+    int status = -1; /* neither exited nor killed */
+    close(agent->socket);
+    for (uint32_t i = 0; i < 1000 && waitpid(agent->pid, &status, WNOHANG) == 0; i++)
+        usleep(10000);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
 int kit_role_socket(char **argv)
 {
     return atoi(argv[2]);

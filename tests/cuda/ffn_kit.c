@@ -15,8 +15,9 @@ CUDA_IMAGE_DECLARE(tests_ffn_device);
 
 void ffn_kit_open(ffn_kit_t *kit, uint32_t blocks)
 {
-    static const char *const names[FFN_KIT_KERNELS] = {"test_fill", "test_post", "test_leave",
-                                                       "test_stop"};
+    static const char *const names[FFN_KIT_KERNELS] = {
+        "test_fill",      "test_post",       "test_leave",    "test_stop",
+        "test_read_bulk", "test_read_async", "test_read_load"};
     const cuda_driver_t *driver;
     memset(kit, 0, sizeof(*kit));
     if (cuda_driver_load(&driver) != XP_OK) {
@@ -32,6 +33,9 @@ void ffn_kit_open(ffn_kit_t *kit, uint32_t blocks)
     CHECK_OK(status);
     CHECK_OK(cuda_module_load(&kit->device, &cuda_image_tests_ffn_device, names, FFN_KIT_KERNELS,
                               &kit->module, kit->function));
+    for (uint32_t i = FFN_KIT_READ_BULK; i <= FFN_KIT_READ_ASYNC; i++)
+        CHECK_OK(CUDA_CALL(driver, cuFuncSetAttribute, kit->function[i],
+                           CUDA_FUNCTION_MAX_DYNAMIC_SHARED_BYTES, FFN_KIT_READ_SHARED));
     CHECK_OK(cuda_stream_create(&kit->device, false, &kit->stream));
     CHECK_OK(cuda_stream_create(&kit->device, true, &kit->side));
     CHECK_OK(cuda_event_create(&kit->device, true, &kit->start));

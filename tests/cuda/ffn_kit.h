@@ -27,7 +27,17 @@
     } while (0)
 #define CHECK_OK(expression) CHECK((expression) == XP_OK)
 
-enum { FFN_KIT_FILL = 0, FFN_KIT_POST, FFN_KIT_LEAVE, FFN_KIT_STOP, FFN_KIT_KERNELS };
+enum {
+    FFN_KIT_FILL = 0,
+    FFN_KIT_POST,
+    FFN_KIT_LEAVE,
+    FFN_KIT_STOP,
+    FFN_KIT_READ_BULK,
+    FFN_KIT_READ_ASYNC,
+    FFN_KIT_READ_LOAD,
+    FFN_KIT_KERNELS
+};
+#define FFN_KIT_READ_SHARED (192 * 1024) /* bytes, of the first two */
 
 typedef struct ffn_kit {
     cuda_device_t device;

@@ -35,7 +35,7 @@ static __device__ void slot_post(const ffn_cuda_dispatch_t *d, ffn_cuda_poster_t
     answer->instance = o.model;
     answer->layer_of_model = layer;
     state->posted_ns = clock_ns();
-    if (!(o.resident && ffn_cuda_command_post(d, poster, slot, NULL, 0))) {
+    if (!(o.resident && ffn_cuda_command_post(d, poster, slot, state->ticket, NULL, 0))) {
         line->by_host++;
         ffn_cuda_request_post(d, poster, slot, o.urgent);
     }

@@ -10,6 +10,7 @@ nothing there, so no row is looked at.
 
 import argparse
 import ctypes
+import json
 import os
 import pathlib
 import signal
@@ -24,7 +25,8 @@ SKIPPED = 77
 
 
 def instance(arguments):
-    from xpool import Rank, XpoolConfig, rank as ranks
+    global kv
+    from xpool import Rank, XpoolConfig, kv, rank as ranks
 
     config = XpoolConfig()
     info = config.model_info("m")
@@ -41,6 +43,7 @@ def instance(arguments):
 
     # The devices of an Instance's ranks come first, in their order.
     rank = Rank(config, "m", arguments.rank, workload, end, arguments.rank)
+    cache = open_cache(rank, info)
     rank.wait_executable()
     rows = ctypes.create_string_buffer(4 * info.hidden * 2)
     at = ctypes.addressof(rows)
@@ -48,14 +51,56 @@ def instance(arguments):
         rank.begin_step(ranks.DECODE, rows=3)
         for layer in range(info.layers):
             assert rank.queue_ffn(layer, 4, ranks.BF16, at, at, 0) == ranks.OK, rank.error(0)
+        rank.look(rank.mark(0))
     rank.finish()
     assert rank.queue_ffn(0, 4, ranks.F32, at, at, 0) == ranks.INVALID
-    assert rank.state().ffn_calls >= 3 * info.layers
+    assert rank.state().eager_decode_calls == 3 * info.layers, rank.state()
     rank.serving("", 0, 0, 0, 0, info.max_context)
+    assert rank.state().ffn_calls == 0, rank.state()  # from here on it counts anew
     (folder / f"{arguments.instance}.{arguments.rank}.ready").touch()
     while not (folder / "close").exists() and not ended:
         time.sleep(0.01)
+    if cache is not None:
+        use_cache(cache, lambda: ended)
+        cache.close()
     rank.close()
+
+
+def open_cache(rank, info):
+    """The rank's KV Cache on its GPU: the floor has memory."""
+    if not info.kv_elastic:
+        return None
+    # The tests' qwen3-moe: layers, K and V, heads of one rank, 16-bit elements.
+    spec = json.loads((two_gpu.TALES / "qwen3-moe" / "config.json").read_text())
+    heads = max(spec["num_key_value_heads"] // info.attention_tp, 1)
+    cache = kv.Kv(rank, info.layers * 2 * heads * spec["head_dim"] * 2)
+    check(cache.device == rank.device and cache.elastic, "the KV Cache is not on its GPU")
+    check(0 < cache.info().mapped_tokens <= cache.reserved_tokens, "the floor")
+    ctypes.memset(cache.address, 7, cache.info().mapped_tokens * cache.token_bytes)
+    cache.captured()
+    return cache
+
+
+def use_cache(cache, ended):
+    """Grows to the ceiling by a demand and looks at the memory, which is the host's here."""
+    floor, step = cache.info().mapped_tokens, 0
+    wanted = cache.info().ceiling_tokens
+    until = time.monotonic() + 10
+    while cache.info().mapped_tokens < wanted and not ended():
+        check(time.monotonic() < until, f"no grant: {cache.info().mapped_tokens} of {wanted} tokens")
+        cache.report(demand=kv.PREFILL, demand_tokens=wanted, demand_since_ns=1, waiting=1)
+        step += 1
+        command = cache.poll(step, 1)
+        if command is not None:
+            check(command.kind == kv.GROW, "a shrink")
+            cache.release(command.tokens)
+        time.sleep(0.005)
+    if ended():
+        return
+    old = ctypes.string_at(cache.address, floor * cache.token_bytes)
+    new = ctypes.string_at(cache.address + len(old), (wanted - floor) * cache.token_bytes)
+    check(old == b"\7" * len(old) and new == bytes(len(new)), "contents")
+    cache.report()
 
 
 def check(condition, what):
@@ -74,6 +119,11 @@ def prepare(arguments, folder, scene):
     libraries = arguments.build / "tests" / "fake-cuda"
     system.environment["LD_LIBRARY_PATH"] = str(libraries)
     system.environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    if scene.get("provider", "").startswith("nvshmem"):
+        fake = arguments.build / "tests" / "fake-nvshmem"
+        system.environment["XPOOL_NVSHMEM_ROOT"] = str(fake / "wheel")
+        system.environment["XPOOL_NVSHMEM_PLUGIN"] = str(fake / "libxpool_nvshmem.so")
+        system.environment["XPOOL_FAKE_NVSHMEM"] = scene.get("heap", "")
     system.environment["XPOOL_TEST_MPS_ROOT"] = str(folder / "mps")
     (folder / "nvidia-cuda-mps-control").symlink_to(arguments.build / "tests" / "unit_control_test_plane")
     return system
@@ -107,6 +157,13 @@ def ready(system):
     return subprocess.run(command, capture_output=True, env=system.environment).returncode == 0
 
 
+def nothing_left(system):
+    """The sockets of NVSHMEM's processes; those of agents that were killed, the daemon removes."""
+    for process in system.processes.values():
+        left = list(pathlib.Path("/tmp").glob(f"nvshmem-socket-{process.pid}-*"))
+        check(not left, f"left: {left}")
+
+
 def end(system):
     """Whatever is left, the controller that a killed daemon leaves for the next one included."""
     system.end()
@@ -136,6 +193,26 @@ def life(arguments, folder, scene):
             check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
         check(clean, words)
         check(not (folder / "mps").exists(), "the MPS controller's folder is left")
+        nothing_left(system)
+    finally:
+        end(system)
+
+
+def last_detach(arguments, folder, scene):
+    """The scheduler still executes for an Instance that died, and leaves at the ordered end: no failure."""
+    os.environ["XPOOL_FAKE_BUSY"] = "1"
+    try:
+        system = start(arguments, folder, scene)
+    finally:
+        del os.environ["XPOOL_FAKE_BUSY"]
+    try:
+        [first] = serve(arguments, system, scene, "first")
+        system.processes.pop(first).kill()
+        clean, words = system.down()
+        for name, process in system.processes.items():
+            code = process.wait(timeout=20)
+            check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
+        check(clean, words)
     finally:
         end(system)
 
@@ -154,6 +231,36 @@ def failure(arguments, folder, scene):
         check(took < 3, f"the others ended after {took:.1f} s")
         check(system.processes["daemon"].returncode == 1, "the daemon's exit code")
         system.wait(lambda: "canonical failure" in system.tail(first), "the Instance's news", [])
+        nothing_left(system)
+    finally:
+        end(system)
+
+
+def refused(arguments, folder, scene):
+    """The agents cannot join: the Generation fails, by name, and every process ends."""
+    system = start(arguments, folder, scene)
+    try:
+        for name, process in system.processes.items():
+            process.wait(timeout=20)
+            check(process.returncode == 1, f"{name} ended with {process.returncode}")
+        check(scene["says"] in system.tail("daemon"), f"the daemon says: {system.tail('daemon')}")
+    finally:
+        end(system)
+
+
+def joining(arguments, folder, scene):
+    """An agent dies while all of them join: nobody waits for it longer than the others need to hear of it."""
+    system = start(arguments, folder, scene)
+    try:
+        agent = f"ffnagent {scene['ffn'][-1]}"
+        system.wait(lambda: "joining" in system.tail(agent), "the agent to join", list(system.processes))
+        system.processes[agent].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        for name, process in system.processes.items():
+            process.wait(timeout=20)
+        check(time.monotonic() - began < 3, f"the others ended after {time.monotonic() - began:.1f} s")
+        check("canonical failure" in system.tail("daemon"), system.tail("daemon"))
+        nothing_left(system)
     finally:
         end(system)
 
@@ -237,6 +344,7 @@ def under_up(arguments, folder, scene):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--only", help="a part of the names of the scenes")
     parser.add_argument("--instance", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -254,12 +362,32 @@ def main():
         ("members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
         ("ranks", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2)),
         ("relay", life, dict(shared, provider="p2p-relay")),
+        ("last detach", last_detach, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1)),
         ("failure", failure, shared),
         ("reform", reform, shared),
         ("reform relay", reform, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay")),
         ("reform under up", under_up, shared),
         ("reform members", reform, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
+        ("nvshmem", life, dict(shared, provider="nvshmem")),
+        ("nvshmem idle", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=1, provider="nvshmem")),
+        ("nvshmem members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2, provider="nvshmem")),
+        (
+            "nvshmem ranks",
+            life,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem"),
+        ),
+        (
+            "nvshmem far",
+            life,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem-far"),
+        ),
+        ("nvshmem failure", failure, dict(shared, provider="nvshmem")),
+        ("nvshmem dies joining", joining, dict(shared, provider="nvshmem", heap="hang")),
+        ("nvshmem limited", refused, dict(shared, provider="nvshmem", heap="limited", says="limited multi-process")),
+        ("nvshmem refused", refused, dict(shared, provider="nvshmem", heap="refuse", says="cannot join NVSHMEM")),
     ):
+        if arguments.only and arguments.only not in name:
+            continue
         with tempfile.TemporaryDirectory(prefix="xpool-roles-") as folder:
             began = time.monotonic()
             test(arguments, pathlib.Path(folder), scene)

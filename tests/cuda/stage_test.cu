@@ -47,7 +47,7 @@ stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t 
             transport_device_state_t copy = local;
             stage_line_t line;
             if (stage_device_put_line(&own, &copy, live, &line) && thread < put.count)
-                stage_target_put(&put.targets[thread], &line);
+                stage_target_put(&put, thread, &line);
             __syncwarp();
             if (thread == 0) {
                 uint32_t missing = direct, looks = 0;

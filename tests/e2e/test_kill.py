@@ -66,6 +66,32 @@ def instance():
         system.stop()
 
 
+def restart_at_once():
+    """An Instance that is started in the moment of its predecessor's kill waits for that end by itself, and so
+    does one that comes while the predecessor drains."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        for attempt in range(6):
+            victim = system.stream("left", prompt["ids"], LENGTH, 60)
+            victim.wait(2)
+            pid = system.pid("serve left")
+            os.kill(pid, signal.SIGTERM if attempt == 5 else signal.SIGKILL)
+            again = system.launch("serve", "left", log=system.folder / f"log.again{attempt}")
+            harness.wait_until(
+                lambda: pid not in system.processes() and "left" in system.list_models(),
+                60,
+                "the Instance is back",
+            )
+            system.hand = [again]
+            harness.check(
+                system.generate("left", prompt["ids"], 48, 60) == prompt["greedy_ids"], "not exact after its return"
+            )
+            cut_off(victim)
+        system.hand = []
+        system.stop()
+
+
 def ends_all(role):
     """kill -9 of this role under load: the whole system ends within a second with one failure."""
     prompt = harness.golden()[0]
@@ -164,5 +190,5 @@ def during_start():
 
 if __name__ == "__main__":
     harness.main(
-        instance, atnagent, ffnagent_coordinator, ffnagent_other, gateway, daemon, up, everything, during_start
+        instance, restart_at_once, atnagent, ffnagent_coordinator, ffnagent_other, gateway, daemon, up, everything, during_start
     )

@@ -3,6 +3,10 @@
 trims without pause, floors and ceilings that change under requests. Nothing is wrong, nothing waits for
 ever, and what can never be served says so."""
 
+import json
+import os
+import signal
+import threading
 import time
 
 import harness
@@ -17,6 +21,10 @@ def groups(system):
 def set_sizes(system, model, **sizes):
     code, _, err = system.run("kv", "set", model, *(f"--{name}={value}" for name, value in sizes.items()))
     harness.check(code == 0, f"kv set {model} {sizes}: {err}")
+
+
+def waiting(system, model):
+    return next(m["engine"]["waiting"] for m in system.state()["models"] if m["id"] == model)
 
 
 def finish(stream):
@@ -67,6 +75,40 @@ def lowered_ceiling(system, wants):
     harness.check(system.generate("a", PROMPT, LENGTH) == wants[900], "not exact with the ceiling of before")
 
 
+def lowered_under_those_that_wait(system, wants):
+    """Below their prompts: 400 as for a prompt that was too long from the start, and it says what to change."""
+    ceiling = groups(system)["a"]["ceiling"]["tokens"]
+    held = system.stream("b", PROMPT, LENGTH)
+    held.wait(1)
+    os.kill(system.pid("serve b"), signal.SIGSTOP)
+    body = {"model": "a", "prompt": PROMPT, "max_tokens": LENGTH}
+    answers_of_a = []
+
+    def ask(stream):
+        answers_of_a.append(
+            harness.http_request(system.gateway + "/v1/completions", "POST", {**body, "stream": stream}, timeout=20)
+        )
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    try:
+        harness.wait_until(lambda: groups(system)["a"]["demand"], 5, "a asks for memory")
+        harness.wait_until(lambda: waiting(system, "a") == 2, 5, "both wait")
+        set_sizes(system, "a", ceiling=304)
+        for thread in threads:
+            thread.join(10)
+        harness.check(not any(thread.is_alive() for thread in threads), "one waits for what never comes")
+    finally:
+        os.kill(system.pid("serve b"), signal.SIGCONT)
+    for status, _, data in answers_of_a:
+        error = json.loads(data)["error"]
+        harness.check(status == 400 and error["code"] == "context_length_exceeded", f"{status} {data[:300]!r}")
+        harness.check("ceiling is now 304 tokens" in error["message"] and "--ceiling" in error["message"], error)
+    harness.check(held.result() == wants[900], "b's tokens changed")
+    set_sizes(system, "a", ceiling=ceiling)
+
+
 def raised_floor(system, wants):
     """The floors of others leave too little for a request: it is refused, or ends with what it could get,
     instead of waiting for what never comes."""
@@ -87,7 +129,7 @@ def raised_floor(system, wants):
     set_sizes(system, "b", floor=1008)
     body = {"model": "a", "input_ids": PROMPT, "sampling_params": {"max_new_tokens": LENGTH}}
     status, _, data = harness.http_request(system.gateway + "/generate", "POST", body, timeout=10)
-    harness.check(status in (400, 500) and (b"maximum context" in data or b"ceiling" in data), f"{status} {data[:200]!r}")
+    harness.check(status == 400 and (b"maximum context" in data or b"ceiling" in data), f"{status} {data[:200]!r}")
     harness.check(held.result() == wants[900], "b's tokens changed")
     set_sizes(system, "b", floor=before["b"]["floor"]["tokens"])
     harness.check(groups(system)["a"]["ceiling"] == before["a"]["ceiling"], "a's ceiling is as it was")
@@ -99,7 +141,7 @@ def limits():
     with system:
         system.start(60)
         wants = answers(system)
-        for scene in (crowd, gone_while_waiting, trims, lowered_ceiling, raised_floor):
+        for scene in (crowd, gone_while_waiting, trims, lowered_ceiling, lowered_under_those_that_wait, raised_floor):
             scene(system, wants)
             harness.wait_until(lambda: all(g["demand"] is None for g in groups(system).values()), 5, "no demand is left")
             books(system)

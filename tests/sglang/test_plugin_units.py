@@ -312,6 +312,80 @@ class Replacement(unittest.TestCase):
                 ffn.verify(Qwen3ForCausalLM(mlps), architecture, 2)
 
 
+class Steps(unittest.TestCase):
+    """The deadline of a step is the earliest of its requests'."""
+
+    TTFT, TBT = 500, 40
+
+    def batch(self, mode, *requests):
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        return types.SimpleNamespace(forward_mode=getattr(ForwardMode, mode), reqs=list(requests))
+
+    def request(self, arrived, token=None, outputs=0):
+        found = types.SimpleNamespace(output_ids=[1] * outputs, xpool_arrived_ns=arrived)
+        if token is not None:
+            found.xpool_token_ns = token
+        return found
+
+    def deadline(self, batch, ttft=TTFT, tbt=TBT):
+        from xpool.sglang import step
+
+        return step.deadline_of(batch, ttft, tbt)
+
+    def test_prefill_is_due_after_its_arrival(self):
+        self.assertEqual(self.deadline(self.batch("EXTEND", self.request(1000), self.request(900))), 1400)
+        # Between two chunks there is no token yet.
+        self.assertEqual(self.deadline(self.batch("EXTEND", self.request(900, token=1300))), 1400)
+        self.assertEqual(self.deadline(self.batch("EXTEND", self.request(900)), ttft=0), 0)
+
+    def test_decode_is_due_after_the_last_token(self):
+        requests = self.request(10, 2000, 3), self.request(20, 1990, 0)  # the overlapped first token
+        self.assertEqual(self.deadline(self.batch("DECODE", *requests)), 2030)
+        self.assertEqual(self.deadline(self.batch("DECODE", *requests), tbt=0), 0)
+
+    def test_other_steps(self):
+        mixed = self.batch("MIXED", self.request(1800), self.request(10, 2000, 3))
+        self.assertEqual(self.deadline(mixed), 2040)
+        self.assertEqual(self.deadline(mixed, tbt=0), 2300)
+        # Retracted: prefilled again, after its last token.
+        self.assertEqual(self.deadline(self.batch("EXTEND", self.request(10, 2000, 3))), 2040)
+        self.assertEqual(self.deadline(self.batch("IDLE")), 0)
+        self.assertEqual(self.deadline(self.batch("EXTEND", types.SimpleNamespace(output_ids=[]))), 0)
+
+    def test_the_calls_of_a_step_carry_it(self):
+        from xpool.sglang import rank as deployment, step
+
+        rank = object.__new__(ranks.Rank)
+        rank._native, rank.device, rank.dp_size = native.load(), None, 1
+        rank.call = rank._native.ffi.new("xpool_ffn_call_t *")
+        ops.attach(rank)
+        self.addCleanup(ops.attach, None)
+        request = types.SimpleNamespace(output_ids=[])
+        batch = self.batch("EXTEND", request)
+        batch.global_num_tokens_cpu = None
+        seen = []
+
+        def forward(runner, batch):
+            seen.append(rank.call.slo_deadline_ns)
+
+        def run(scheduler, batch):
+            step._forward(forward, None, batch)
+
+        info = types.SimpleNamespace(info=types.SimpleNamespace(slo_ttft_ms=2, slo_tbt_ms=1))
+        with mock.patch.object(deployment, "_deployment", info):
+            step._queued(lambda scheduler, request: None, None, request)
+            step._run_by_deadline(run, None, batch)
+            request.output_ids.append(1)
+            batch.forward_mode = self.batch("DECODE").forward_mode
+            step._run_by_deadline(run, None, batch)
+        step._forward(forward, None, batch)  # a warm-up, outside the scheduler
+        arrived = request.xpool_arrived_ns
+        self.assertEqual(seen[0], arrived + 2_000_000)
+        self.assertTrue(arrived + 1_000_000 < seen[1] <= request.xpool_token_ns + 1_000_000)
+        self.assertEqual(seen[2], 0)
+
+
 class Patching(unittest.TestCase):
     def test_a_missing_target_is_named(self):
         from xpool.sglang import patch
@@ -421,6 +495,45 @@ class Options(unittest.TestCase):
         ):
             flag = "--" + name.replace("_", "-")
             self.refused(f"{flag} {value} cannot be used with the xpool plugin: .+", **{name: value})
+
+    def test_on_gpus(self):
+        from xpool.sglang import options
+
+        with tempfile.TemporaryDirectory() as folder:
+            config = pathlib.Path(folder) / "gpus.toml"
+            config.write_text(
+                f"""daemon.socket = '{folder}/d.sock'
+atn.devices = ['cuda:0']
+ffn.devices = ['cuda:1']
+devices.'cuda:0'.memory = '8GiB'
+devices.'cuda:1'.memory = '8GiB'
+scheduler.kv_policy = 'static'
+[[models]]
+id = 'm'
+path = '{MODELS["qwen3-moe"]}'
+engine = 'sglang'
+decode_rows = 16
+prefill_rows = 256
+kv_ceiling_tokens = 2048
+"""
+            )
+            with mock.patch.dict(os.environ, XPOOL_CONFIG=str(config)):
+                plain = dict(device="cuda", piecewise_cuda_graph_tokens=[16, 256])
+                arguments = self.arguments(**plain)
+                found = options.deployment(arguments)
+                self.assertEqual(found.info.device, "cuda:0")
+                # SGLang would take the whole GPU; steps overlap where KV memory stays.
+                self.assertEqual(arguments.max_total_tokens, found.info.kv_tokens)
+                self.assertEqual(arguments.max_running_requests, 16)
+                self.assertFalse(arguments.disable_overlap_schedule)
+                self.refused("prefill graphs of 288 rows.*room for 256", device="cuda", piecewise_cuda_graph_tokens=[288])
+                options.deployment(
+                    self.arguments(
+                        device="cuda", piecewise_cuda_graph_tokens=[288], disable_piecewise_cuda_graph=True
+                    )
+                )
+                self.refused("--enable-breakable-cuda-graph cannot", enable_breakable_cuda_graph=True, **plain)
+                self.refused("--device cpu cannot be used.*the plan puts m on cuda:0")
 
     def test_every_named_argument_exists_and_its_default_is_allowed(self):
         from xpool.sglang import options

@@ -9,8 +9,9 @@
     ffn        their replacement, and the check that nothing of an FFN is left here
     weights    reading a checkpoint without its FFN tensors
     parallel   tensor and data parallel attention around an FFN that is elsewhere
-    step       what kind of step a call belongs to
+    step       what kind of step a call belongs to, which rows are live, how a pass on a GPU ended
     cpu        what SGLang needs to compute right answers on a CPU
+    cuda       what is different on a GPU: arguments, pools
     kv         the elastic KV Cache along the scheduler's loop
     kv_pool    its tensors and the allocator of its slots
     kv_room    emptying its end

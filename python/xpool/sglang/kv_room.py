@@ -17,6 +17,16 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 log = logging.getLogger("xpool")
 
 
+def _with_slots(nodes, first):
+    """Those of `nodes` that have a slot from `first` on; one answer of the device for all of them."""
+    if not nodes:
+        return []
+    slots = torch.cat([node.value for node in nodes])
+    ends = torch.tensor([len(node.value) for node in nodes]).cumsum(0).to(slots.device)
+    over = (slots >= first).cumsum(0)[ends - 1].tolist()
+    return [node for node, so_far, before in zip(nodes, over, [0, *over], strict=False) if so_far > before]
+
+
 class Room:
     """`requests()` gives the live requests; `table` is SGLang's ReqToTokenPool. `mapped` slots have memory,
     whole bundles of `bundle_tokens`; those below `allocator.limit` are handed out."""
@@ -83,12 +93,10 @@ class Room:
     def _nodes(self, first):
         """The nodes of the prefix cache with a slot from `first` on."""
         root = getattr(self.tree, "root_node", None)
-        stack = [] if root is None else list(root.children.values())
-        while stack:
-            node = stack.pop()
-            stack += node.children.values()
-            if bool((node.value >= first).any()):
-                yield node
+        nodes = [] if root is None else list(root.children.values())
+        for node in nodes:
+            nodes += node.children.values()
+        return _with_slots(nodes, first)
 
     def _rows(self):
         """(request, its row of the table, as far as it is used)."""
@@ -101,7 +109,7 @@ class Room:
         parts = [node.value for node in self._nodes(first)]
         parts += [row.to(torch.int64) for _, row in self._rows()]
         if not parts:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
         slots = torch.cat(parts)
         return torch.unique(slots[slots >= first])
 
@@ -111,7 +119,7 @@ class Room:
         """Evicts what only the cache holds from slot `first` on, leaf by leaf. A leaf that lies there in
         part keeps what is in front of that."""
         tree = self.tree
-        leaves = [n for n in getattr(tree, "evictable_leaves", ()) if bool((n.value >= first).any())]
+        leaves = _with_slots(list(getattr(tree, "evictable_leaves", ())), first)
         while leaves:
             leaf = leaves.pop()
             kept = int((leaf.value >= first).nonzero()[0])
@@ -131,9 +139,9 @@ class Room:
         first = int(held[0])
         to = self.allocator.alloc(len(held))
         self.pool.move_kv_cache(to, held)
-        place = torch.arange(self.allocator.size + 1, dtype=torch.int64)
+        place = torch.arange(self.allocator.size + 1, dtype=torch.int64, device=held.device)
         place[held] = to
-        for node in list(self._nodes(first)):
+        for node in self._nodes(first):
             node.value = place[node.value]
         for request, row in self._rows():
             row.copy_(place[row.to(torch.int64)])

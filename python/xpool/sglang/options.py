@@ -133,6 +133,10 @@ def deployment(arguments):
 
     if arguments.max_running_requests is None:
         arguments.max_running_requests = info.decode_rows * dp
+    if arguments.device == "cuda":
+        from xpool.sglang import cuda
+
+        cuda.check_arguments(arguments, info, dp)
     if arguments.device == "cpu":
         # Steps do not overlap there anyway, and KV memory changes hands between them.
         arguments.disable_overlap_schedule = True

@@ -13,7 +13,7 @@ from xpool.sglang import failure, release
 # The main process has no model: importing SGLang's there, before its arguments are parsed, would
 # only fix settings too early.
 MAIN_HOOKS = ("options", "shared")
-SCHEDULER_HOOKS = ("shared", "weights", "parallel", "step", "cpu", "kv", "rank")
+SCHEDULER_HOOKS = ("shared", "weights", "parallel", "step", "cpu", "cuda", "kv", "rank")
 
 
 @failure.fatal

@@ -134,6 +134,9 @@ def _serving(scheduler):
 
 def _init_info(original, scheduler):
     _serving(scheduler)
+    rank = ops.attached()
+    if rank.device is not None:
+        log.info("%d FFN calls are in captured graphs", rank.state().captured_calls)
     return original(scheduler)
 
 

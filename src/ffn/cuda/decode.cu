@@ -824,10 +824,14 @@ static __device__ __forceinline__ void command_end(const decode_call_t &call,
                                                    ffn_cuda_queue_t *queue, uint64_t sequence)
 {
     ffn_cuda_record_t record;
-    // The queue's word first: who sees the answer may fill that entry again.
-    ptx_store_release_system(&queue->answered, sequence);
-    if (call.answer)
+    // The queue's word first: who sees the answer may fill that entry again. One release for both: each
+    // waits for the rows to arrive.
+    if (call.answer) {
+        ptx_store_relaxed_system(&queue->answered, sequence);
         ptx_store_release_system(call.answer, call.answer_value);
+    } else {
+        ptx_store_release_system(&queue->answered, sequence);
+    }
     ffn_cuda_counters_t *counters =
         (ffn_cuda_counters_t *)__ldcg((const unsigned long long *)&queue->counters);
     if (counters) {

@@ -134,32 +134,32 @@ PROTOCOL_FUNCTION int ffn_cuda_lease_look(const ffn_cuda_dispatch_t *dispatch,
     return lease % 2 == 1 && !poster->left;
 }
 
-/* Posts the filled Lane to the resident kernel. `word` gets `value` when the rows are written (one
- * consumer), or is NULL. 0: refused; nothing was posted, the host ring takes it. The queue is never
- * full: it has more entries than there are Lanes. acq_rel: pairs with the kernel's acquire of the
- * entry; a kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into the entry it waits for, so exactly one
- * of the two happens. */
+/* Posts the filled Lane to the resident kernel. `ticket` is its answer's; `word` gets `value` when
+ * the rows are written (one consumer), or is NULL. 0: refused; nothing was posted, the host ring
+ * takes it. The queue is never full: it has more entries than there are Lanes, so an entry holds
+ * the command of the round before, and needs no look. acq_rel: pairs with the kernel's acquire of
+ * the entry; a kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into the entry it waits for, so exactly
+ * one of the two happens. */
 PROTOCOL_FUNCTION int ffn_cuda_command_post(const ffn_cuda_dispatch_t *dispatch,
                                             ffn_cuda_poster_t *poster, uint32_t lane,
-                                            uint64_t *word, uint64_t value)
+                                            uint64_t ticket, uint64_t *word, uint64_t value)
 {
     const ffn_cuda_dispatch_lane_t *own = &dispatch->lanes[lane];
+    const uint64_t next = poster->commands + 1;
     if (poster->lease % 2 == 0 || poster->left)
         return 0;
     ffn_cuda_command_t *entry =
         &dispatch->queue->entries[poster->commands % FFN_CUDA_QUEUE_ENTRIES];
-    uint64_t found = PROTOCOL_LOAD_ACQUIRE(&entry->sequence);
-    if (found != FFN_CUDA_QUEUE_LEFT) {
-        entry->lane = own->lane;
-        entry->answer = word;
-        entry->answer_value = value;
-        entry->done = own->done;
-        entry->done_value = own->answer->ticket;
-        entry->about = own->answer;
-        if (PROTOCOL_CAS(&entry->sequence, &found, poster->commands + 1)) {
-            poster->commands++;
-            return 1;
-        }
+    uint64_t before = next > FFN_CUDA_QUEUE_ENTRIES ? next - FFN_CUDA_QUEUE_ENTRIES : 0;
+    entry->lane = own->lane;
+    entry->answer = word;
+    entry->answer_value = value;
+    entry->done = own->done;
+    entry->done_value = ticket;
+    entry->about = own->answer;
+    if (PROTOCOL_CAS_NEAR(&entry->sequence, &before, next)) {
+        poster->commands = next;
+        return 1;
     }
     poster->left = 1;
     return 0;

@@ -103,6 +103,48 @@ PROTOCOL_FUNCTION void ffn_cuda_record_begin(const ffn_cuda_answer_t *about, uin
     *record_out = record;
 }
 
+/* The words of the record of this number (from 0). */
+PROTOCOL_FUNCTION void ffn_cuda_record_pack(const ffn_cuda_record_t *record, uint64_t number,
+                                            uint64_t capacity,
+                                            uint64_t words_out[FFN_CUDA_RECORD_WORDS])
+{
+    const uint64_t round = number / capacity & 0xff;
+    words_out[0] = record->end_ns << 8 | round;
+    words_out[1] = record->duration_ns << 8 | round;
+    words_out[2] = record->ticket << 8 | round;
+    words_out[3] = (uint64_t)record->layer << 40 | (uint64_t)record->rows << 8 | round;
+    words_out[4] = (uint64_t)record->capacity << 32 | (uint64_t)(record->rank & 0xff) << 24 |
+                   (uint64_t)record->kind << 16 | (uint64_t)record->resident << 8 | round;
+    words_out[5] = (uint64_t)record->instance << 48 | (uint64_t)record->lane << 32 |
+                   (uint64_t)record->graph_template << 16 | round;
+}
+
+/* Reader: takes the record of this number from its place, once its index was seen there. 0: it is
+ * being written anew. */
+PROTOCOL_FUNCTION int ffn_cuda_record_unpack(const ffn_cuda_record_place_t *place, uint64_t number,
+                                             uint64_t capacity, ffn_cuda_record_t *record_out)
+{
+    uint64_t words[FFN_CUDA_RECORD_WORDS];
+    for (int i = 0; i < FFN_CUDA_RECORD_WORDS; i++) {
+        words[i] = PROTOCOL_LOAD_RELAXED(&place->words[i]);
+        if ((words[i] & 0xff) != (number / capacity & 0xff))
+            return 0;
+    }
+    record_out->end_ns = words[0] >> 8;
+    record_out->duration_ns = words[1] >> 8;
+    record_out->ticket = words[2] >> 8;
+    record_out->layer = (uint32_t)(words[3] >> 40);
+    record_out->rows = (uint32_t)(words[3] >> 8);
+    record_out->capacity = (uint32_t)(words[4] >> 32);
+    record_out->rank = (uint8_t)(words[4] >> 24);
+    record_out->kind = (uint8_t)(words[4] >> 16);
+    record_out->resident = (uint8_t)(words[4] >> 8);
+    record_out->instance = (uint16_t)(words[5] >> 48);
+    record_out->lane = (uint16_t)(words[5] >> 32);
+    record_out->graph_template = (uint16_t)(words[5] >> 16);
+    return 1;
+}
+
 /* Counts the Invocation and writes its record. Several may do so at once: each takes a place of its
  * own. release: pairs with the reader's acquire of `index`. */
 PROTOCOL_FUNCTION void ffn_cuda_record_end(ffn_cuda_counters_t *counters,
@@ -120,20 +162,11 @@ PROTOCOL_FUNCTION void ffn_cuda_record_end(ffn_cuda_counters_t *counters,
     if (counters->record_capacity == 0)
         return;
     const uint64_t number = PROTOCOL_ADD_RELAXED(&counters->records_taken, (uint64_t)1);
-    ffn_cuda_record_t *place = &counters->records[number % counters->record_capacity];
-    PROTOCOL_STORE_RELEASE(&place->index, (uint64_t)0);
-    place->end_ns = record->end_ns;
-    place->duration_ns = record->duration_ns;
-    place->ticket = record->ticket;
-    place->layer = record->layer;
-    place->rows = record->rows;
-    place->capacity = record->capacity;
-    place->instance = record->instance;
-    place->rank = record->rank;
-    place->lane = record->lane;
-    place->graph_template = record->graph_template;
-    place->kind = record->kind;
-    place->resident = record->resident;
+    ffn_cuda_record_place_t *place = &counters->records[number % counters->record_capacity];
+    uint64_t words[FFN_CUDA_RECORD_WORDS];
+    ffn_cuda_record_pack(record, number, counters->record_capacity, words);
+    for (int i = 0; i < FFN_CUDA_RECORD_WORDS; i++)
+        PROTOCOL_STORE_RELAXED(&place->words[i], words[i]);
     PROTOCOL_PUBLISH(&place->index, number + 1);
 }
 

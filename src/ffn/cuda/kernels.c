@@ -11,6 +11,7 @@
 CUDA_IMAGE_DECLARE(ffn_decode);
 CUDA_IMAGE_DECLARE(ffn_bulk);
 CUDA_IMAGE_DECLARE(ffn_grouped);
+CUDA_IMAGE_DECLARE(ffn_stream);
 
 #define KERNELS_CAPABILITY 90
 #define KERNELS_ALIGNMENT  256u
@@ -31,7 +32,18 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_DOWN_BF16] = "ffn_grouped_down_bf16",
     [FFN_KERNEL_GATE_F16] = "ffn_grouped_gate_f16",
     [FFN_KERNEL_DOWN_F16] = "ffn_grouped_down_f16",
-};
+#define STREAM_NAME(number, warps, tiles, bytes, depth)                                            \
+    [FFN_KERNEL_STREAM + number] = "ffn_stream_" #number,
+    STREAM_VARIANTS(STREAM_NAME)};
+
+typedef struct kernels_stream {
+    uint32_t threads, shared_bytes;
+} kernels_stream_t;
+
+static const kernels_stream_t kernels_stream[STREAM_VARIANT_COUNT] = {
+#define STREAM_SIZES(number, warps, tiles, bytes, depth)                                           \
+    {(warps)*32u, STREAM_SHARED_BYTES(warps, tiles, bytes, depth)},
+    STREAM_VARIANTS(STREAM_SIZES)};
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
 {
@@ -90,7 +102,7 @@ xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
     XP_TRY_GOTO(status, failed,
                 cuda_module_load(device, &cuda_image_ffn_grouped,
                                  kernels_names + FFN_KERNEL_GATE_BF16,
-                                 FFN_KERNEL_COUNT - FFN_KERNEL_GATE_BF16, &loaded.grouped,
+                                 FFN_KERNEL_STREAM - FFN_KERNEL_GATE_BF16, &loaded.grouped,
                                  loaded.function + FFN_KERNEL_GATE_BF16));
     XP_TRY_GOTO(status, failed, kernels_prepare(&loaded));
     *kernels_out = loaded;
@@ -100,8 +112,36 @@ failed:
     return status;
 }
 
+xp_status_t ffn_cuda_kernels_choose(ffn_cuda_kernels_t *kernels, uint32_t variant)
+{
+    const cuda_device_t *device = kernels->device;
+    if (variant > STREAM_VARIANT_COUNT)
+        return xp_fail(XP_INVALID, "decode variant %u; there are %u", variant,
+                       STREAM_VARIANT_COUNT);
+    if (variant && !kernels->stream.handle) {
+        XP_TRY(cuda_module_load(device, &cuda_image_ffn_stream, kernels_names + FFN_KERNEL_STREAM,
+                                STREAM_VARIANT_COUNT, &kernels->stream,
+                                kernels->function + FFN_KERNEL_STREAM));
+        for (uint32_t i = 0; i < STREAM_VARIANT_COUNT; i++) {
+            const kernels_stream_t *stream = &kernels_stream[i];
+            int fit;
+            XP_TRY(kernels_shared(kernels, FFN_KERNEL_STREAM + i, stream->shared_bytes));
+            XP_TRY(CUDA_CALL(device->driver, cuOccupancyMaxActiveBlocksPerMultiprocessor, &fit,
+                             kernels->function[FFN_KERNEL_STREAM + i], (int)stream->threads,
+                             stream->shared_bytes));
+            if (fit < 1)
+                return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) does not take a block of %s",
+                               device->ordinal, device->info.name,
+                               kernels_names[FFN_KERNEL_STREAM + i]);
+        }
+    }
+    kernels->stream_variant = variant;
+    return XP_OK;
+}
+
 void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels)
 {
+    cuda_module_unload(&kernels->stream);
     cuda_module_unload(&kernels->grouped);
     cuda_module_unload(&kernels->bulk);
     cuda_module_unload(&kernels->decode);
@@ -250,10 +290,24 @@ static xp_status_t kernels_launch(const ffn_cuda_kernels_t *kernels, uint32_t wh
                      1, threads, 1, 1, shared_bytes, stream, parameters, NULL);
 }
 
+static xp_status_t kernels_stream_launch(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
+                                         cuda_address_t queue, uint32_t look_ahead,
+                                         cuda_stream_t stream)
+{
+    const uint32_t which = kernels->stream_variant - 1;
+    void *parameters[] = {&lane, &queue, &look_ahead};
+    return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
+                     kernels->function[FFN_KERNEL_STREAM + which], kernels->blocks, 1, 1,
+                     kernels_stream[which].threads, 1, 1, kernels_stream[which].shared_bytes,
+                     stream, parameters);
+}
+
 xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
                             cuda_stream_t stream)
 {
     void *parameters[] = {&lane};
+    if (kernels->stream_variant)
+        return kernels_stream_launch(kernels, lane, 0, 0, stream);
     return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
                      kernels->function[FFN_KERNEL_DECODE], kernels->blocks, 1, 1, DECODE_THREADS, 1,
                      1, DECODE_SHARED_BYTES, stream, parameters);
@@ -264,6 +318,8 @@ xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t 
 {
     uint32_t ahead = look_ahead;
     void *parameters[] = {&queue, &ahead};
+    if (kernels->stream_variant)
+        return kernels_stream_launch(kernels, 0, queue, ahead, stream);
     return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
                      kernels->function[FFN_KERNEL_RESIDENT], kernels->blocks, 1, 1, DECODE_THREADS,
                      1, 1, DECODE_SHARED_BYTES, stream, parameters);

@@ -11,6 +11,7 @@
 #define XPOOL_FFN_CUDA_KERNELS_H
 
 #include "cuda/device.h"
+#include "ffn/cuda/stream_shape.h"
 #include "ffn/cuda/tables.h"
 
 enum {
@@ -27,12 +28,14 @@ enum {
     FFN_KERNEL_DOWN_BF16,
     FFN_KERNEL_GATE_F16,
     FFN_KERNEL_DOWN_F16,
-    FFN_KERNEL_COUNT
+    FFN_KERNEL_STREAM, /* STREAM_VARIANT_COUNT of them */
+    FFN_KERNEL_COUNT = FFN_KERNEL_STREAM + STREAM_VARIANT_COUNT
 };
 
 typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
-    cuda_module_t decode, bulk, grouped;
+    cuda_module_t decode, bulk, grouped, stream;
+    uint32_t stream_variant; /* 0: decode.cu; n: the n-th kernel of stream.cu decodes */
     cuda_function_t function[FFN_KERNEL_COUNT];
     uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
 } ffn_cuda_kernels_t;
@@ -42,6 +45,8 @@ typedef struct ffn_cuda_kernels {
  * multiprocessor; fewer leave room for others (a Lane's workspace stays with one number). */
 xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
                                   ffn_cuda_kernels_t *kernels_out);
+/* Decodes with stream.cu's kernel `variant` (1 to STREAM_VARIANT_COUNT) or, 0, with decode.cu. */
+xp_status_t ffn_cuda_kernels_choose(ffn_cuda_kernels_t *kernels, uint32_t variant);
 void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels); /* accepts all zero */
 
 /* What the workspaces of a device's Lanes must hold: the maxima over the layers it serves. Zeroed,

@@ -20,6 +20,12 @@ static __device__ __forceinline__ uint64_t ptx_load_acquire(const uint64_t *word
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
     return value;
 }
+static __device__ __forceinline__ uint64_t ptx_load_relaxed(const uint64_t *word)
+{
+    uint64_t value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
 static __device__ __forceinline__ uint64_t ptx_load_acquire_system(const uint64_t *word)
 {
     uint64_t value;
@@ -31,6 +37,10 @@ static __device__ __forceinline__ uint32_t ptx_load_relaxed_system(const uint32_
     uint32_t value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     return value;
+}
+static __device__ __forceinline__ void ptx_store_relaxed_system(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 static __device__ __forceinline__ void ptx_store_release_system(uint64_t *word, uint64_t value)
 {
@@ -45,6 +55,15 @@ static __device__ __forceinline__ uint64_t ptx_add_acq_rel(uint64_t *word, uint6
                  : "l"(word), "l"(value)
                  : "memory");
     return before;
+}
+// Release at device scope, without an answer.
+static __device__ __forceinline__ void ptx_add_release(uint64_t *word, uint64_t value)
+{
+    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+static __device__ __forceinline__ void ptx_add_relaxed(uint32_t *word, uint32_t value)
+{
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 static __device__ __forceinline__ uint64_t ptx_swap_if_system(uint64_t *word, uint64_t expected,
                                                               uint64_t value)
@@ -66,6 +85,44 @@ static __device__ __forceinline__ uint4 ptx_load_l2(const void *address)
                  : "l"(address)
                  : "memory");
     return v;
+}
+
+// Zeros where `wanted` is not set.
+static __device__ __forceinline__ uint4 ptx_load_l2_if(const void *address, bool wanted)
+{
+    uint4 v;
+    asm volatile("{\n"
+                 ".reg .pred wanted;\n"
+                 "setp.ne.u32 wanted, %5, 0;\n"
+                 "mov.u32 %0, 0;\n"
+                 "mov.u32 %1, 0;\n"
+                 "mov.u32 %2, 0;\n"
+                 "mov.u32 %3, 0;\n"
+                 "@wanted ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 "}"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(address), "r"((uint32_t)wanted)
+                 : "memory");
+    return v;
+}
+
+// ---- copies of 16 bytes to shared memory that a thread waits for in groups, since sm_80 ----------
+// bytes: 16, or 0 for zeros (nothing is read then).
+static __device__ __forceinline__ void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t bytes,
+                                                        uint64_t policy)
+{
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+                 "l"(from), "r"(bytes), "l"(policy)
+                 : "memory");
+}
+static __device__ __forceinline__ void ptx_copies_commit()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits for all groups of this thread but the latest PENDING.
+template <int PENDING> static __device__ __forceinline__ void ptx_copies_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 static __device__ __forceinline__ void ptx_prefetch(const void *address)

@@ -25,6 +25,7 @@
 #define FFN_CUDA_QUEUE_ENTRIES  64u
 #define FFN_CUDA_MAX_PARTIALS   16u
 #define FFN_CUDA_MAX_BLOCKS     256u /* of the decode grid */
+#define FFN_CUDA_TRACE_MARKS    8u
 #define FFN_CUDA_SHARE_ONE      (1u << 20)
 #define FFN_CUDA_TILE_ROWS      128u /* rows of one tile of the grouped GEMM */
 
@@ -94,6 +95,11 @@ typedef struct ffn_cuda_workspace {
      * ffn_cuda_shares_adjust(). */
     uint32_t (*shares)[FFN_CUDA_MAX_BLOCKS + 1];
     uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
+    /* NULL, or [FFN_CUDA_TRACE_MARKS]: to each mark every block adds the nanoseconds since it saw
+     * the command: its words read, logits written, all logits seen, experts known, gate and up
+     * done, all activations seen, down done, rows visible. Only for measuring; the resident
+     * kernels. */
+    uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS];
     float *logits;            /* [rows][experts] */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
@@ -137,8 +143,9 @@ typedef struct ffn_cuda_lane {
  * writer (the Coordinator) fills entries in order; every block of the kernel reads each. Entry n
  * (from 0) is at n % FFN_CUDA_QUEUE_ENTRIES and is live when its sequence is n + 1. The writer may
  * fill it once answered >= n + 1 - FFN_CUDA_QUEUE_ENTRIES, and publishes it by compare-and-swap
- * from the value that it found there: a block that sees `stop` swaps FFN_CUDA_QUEUE_LEFT into the
- * entry that it waits for, so that all blocks leave before the same command or all execute it. */
+ * from what the round before has left there: a block that sees `stop` swaps FFN_CUDA_QUEUE_LEFT
+ * into the entry that it waits for, so that all blocks leave before the same command or all execute
+ * it. */
 #define FFN_CUDA_QUEUE_LEFT (~(uint64_t)0)
 
 typedef struct ffn_cuda_command {
@@ -152,9 +159,8 @@ typedef struct ffn_cuda_command {
     uint64_t pad;
 } ffn_cuda_command_t;
 
-/* What one Invocation was, in mapped host memory. */
+/* What one Invocation was. */
 typedef struct ffn_cuda_record {
-    uint64_t index;               /* 1, 2, ...; published last */
     uint64_t end_ns, duration_ns; /* of the device's clock */
     uint64_t ticket;
     uint32_t layer, rows,
@@ -162,15 +168,24 @@ typedef struct ffn_cuda_record {
     uint16_t instance, rank;
     uint16_t lane, graph_template; /* of the resident kernel: 0xffff both */
     uint8_t kind, resident;
-    uint8_t reserved[10];
 } ffn_cuda_record_t;
+
+/* A place of the ring of records, in mapped host memory, one cache line. It is written again
+ * whether it was read or not, so each word says in its low byte of which round of the ring it is:
+ * a reader sees what is mixed, in whatever order the words become visible. */
+#define FFN_CUDA_RECORD_WORDS 6
+typedef struct ffn_cuda_record_place {
+    uint64_t index; /* 1, 2, ... of the record; published last */
+    uint64_t words[FFN_CUDA_RECORD_WORDS];
+    uint64_t pad;
+} ffn_cuda_record_place_t;
 
 /* Counters and records of a device's Invocations, in device memory. */
 typedef struct ffn_cuda_counters {
     uint64_t invocations, rows, busy_ns; /* fired by the host */
     uint64_t resident_invocations, resident_rows, resident_busy_ns;
-    uint64_t records_taken;     /* records begun */
-    ffn_cuda_record_t *records; /* [record_capacity] in mapped host memory, or NULL */
+    uint64_t records_taken;           /* records begun */
+    ffn_cuda_record_place_t *records; /* [record_capacity] in mapped host memory, or NULL */
     uint64_t record_capacity;
     uint64_t reserved[7];
 } ffn_cuda_counters_t;

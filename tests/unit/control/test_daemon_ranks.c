@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <jansson.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -34,6 +35,8 @@
 
 #define PATIENCE_NS (20 * XP_NS_PER_S)
 #define ATN         2
+#define RESTARTS    20
+#define HEAVY_BYTES (64u << 20)
 #define MODEL       XPOOL_SOURCE_DIR "/models/tales/qwen3-moe"
 
 typedef struct fixture {
@@ -253,8 +256,9 @@ static uint16_t free_port(void)
     return port;
 }
 
-/* The daemon, and agents that joined and can execute. `setting`: more of the [[models]] entry. */
-static void start(fixture_t *f, const char *setting)
+/* The daemon, and agents that joined and can execute. `root`: more settings; `setting`: more of the
+ * [[models]] entry. */
+static void start_with(fixture_t *f, const char *root, const char *setting)
 {
     char path[128], socket_path[128], http[64];
     *f = (fixture_t){.daemon = 0};
@@ -266,11 +270,11 @@ static void start(fixture_t *f, const char *setting)
     FILE *file = fopen(path, "w");
     fprintf(file,
             "daemon.socket = '%s'\ndaemon.http = '%s'\natn.devices = ['cpu:0', 'cpu:1']\n"
-            "ffn.devices = ['cpu:2']\nlogging.level = 'error'\ndeadlines.drain = 5\n"
+            "ffn.devices = ['cpu:2']\nlogging.level = 'error'\ndeadlines.drain = 5\n%s\n"
             "[devices.'cpu:0']\nmemory = '256MiB'\n[devices.'cpu:1']\nmemory = '256MiB'\n"
             "[devices.'cpu:2']\nmemory = '256MiB'\n"
             "[[models]]\nid = 'm'\npath = '%s'\n%s\n",
-            socket_path, http, MODEL, setting);
+            socket_path, http, root, MODEL, setting);
     fclose(file);
     config_overrides_t overrides = {.config_path = path};
     assert_int_equal(config_load(&overrides, &f->config), XP_OK);
@@ -289,6 +293,11 @@ static void start(fixture_t *f, const char *setting)
     expect(f->agents[ATN], xpw_Envelope_prepare_tag);
     xpw_Envelope executable = {.which_body = xpw_Envelope_executable_tag};
     say(f->agents[ATN], &executable, NULL, 0);
+}
+
+static void start(fixture_t *f, const char *setting)
+{
+    start_with(f, "", setting);
 }
 
 static void send_down(const fixture_t *f)
@@ -413,24 +422,99 @@ static void one_ranks_death_is_the_instances(void **state)
     expect_detached(f.agents[0], 0);
     expect_stop(first, xpw_StopPhase_STOP_FINALIZE);
     wait_reason(&f, "rank 1");
-    expect_refused(connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 1, true), "has not ended yet");
-    close(first);
 
-    /* It may come back. */
-    first = -1;
-    for (int i = 0; i < 100 && first < 0; i++) {
-        int fd = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true);
-        if (silent(fd))
-            first = fd;
-        else
-            expect_refused(fd, "has not ended yet");
-    }
-    assert_true(first >= 0);
+    /* Its successor waits until the last of its ranks has ended. */
+    int next[2];
     xpw_Envelope envelope = workload(&f, 1, 2);
-    say(first, &envelope, NULL, 0);
-    expect(first, xpw_Envelope_admitted_tag);
+    for (uint32_t r = 0; r < 2; r++) {
+        next[r] = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", r, true);
+        say(next[r], &envelope, NULL, 0);
+        assert_true(silent(next[r]));
+    }
     close(first);
+    for (uint32_t r = 0; r < 2; r++)
+        expect(next[r], xpw_Envelope_admitted_tag);
+    close(next[0]);
+    expect_stop(next[1], xpw_StopPhase_STOP_FINALIZE);
     wait_reason(&f, "rank 0");
+
+    /* One that waits may leave, and does not keep an ordered end waiting. */
+    int leaving = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true);
+    int late = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 1, true);
+    assert_true(silent(leaving) && silent(late));
+    xpw_Envelope leave = {.which_body = xpw_Envelope_leave_tag};
+    say(leaving, &leave, NULL, 0);
+    expect_stop(leaving, xpw_StopPhase_STOP_FINALIZE);
+    close(leaving);
+    send_down(&f);
+    xpw_Envelope refused = expect(late, xpw_Envelope_refused_tag);
+    assert_true(refused.body.refused.stopping);
+    close(late);
+    expect_stop(next[1], xpw_StopPhase_STOP_QUIESCE);
+    close(next[1]);
+    assert_int_equal(finish(&f), 0);
+}
+
+static void a_successor_waits_no_longer_than_it_would_for_a_daemon(void **state)
+{
+    (void)state;
+    fixture_t f;
+    start_with(&f, "deadlines.registration = 2", "engine = 'sglang'\nattention_dp = 2");
+    int first = join_rank(&f, 0, 1, 2), second = join_rank(&f, 1, 1, 2);
+    expect(first, xpw_Envelope_initialize_tag);
+    close(second);
+    expect_stop(first, xpw_StopPhase_STOP_FINALIZE);
+    uint64_t since_ns = xp_monotonic_ns();
+    int next = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, true);
+    expect_refused(next, "has not ended within 1.75 s (deadlines.registration)");
+    assert_true(xp_monotonic_ns() - since_ns > 1700 * XP_NS_PER_MS);
+    close(first);
+    send_down(&f);
+    expect_detached(f.agents[1], 1);
+    expect_detached(f.agents[0], 0);
+    assert_int_equal(finish(&f), 0);
+}
+
+/* Registers as the Instance, says so through the pipe, and lives until it is killed. Its memory
+ * makes its end take a while. */
+static pid_t fork_instance(const fixture_t *f)
+{
+    int ready[2];
+    char byte;
+    assert_int_equal(pipe(ready), 0);
+    pid_t pid = fork();
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        char *memory = malloc(HEAVY_BYTES);
+        memset(memory, 1, HEAVY_BYTES);
+        int fd = connect_as(f, xpw_Role_ROLE_INSTANCE, "m", 0, false);
+        expect(fd, xpw_Envelope_admitted_tag);
+        if (write(ready[1], memory, 1) == 1)
+            for (;;)
+                pause();
+        _exit(1);
+    }
+    close(ready[1]);
+    assert_int_equal(read(ready[0], &byte, 1), 1);
+    close(ready[0]);
+    return pid;
+}
+
+static void an_instance_is_started_in_the_moment_of_its_predecessors_kill(void **state)
+{
+    (void)state;
+    fixture_t f;
+    start(&f, "");
+    for (int i = 0; i < RESTARTS; i++) {
+        pid_t former = fork_instance(&f);
+        assert_int_equal(kill(former, SIGKILL), 0);
+        int next = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, false);
+        expect(next, xpw_Envelope_admitted_tag);
+        int wait_status;
+        assert_int_equal(waitpid(former, &wait_status, 0), former);
+        close(next);
+        wait_reason(&f, "died");
+    }
     send_down(&f);
     assert_int_equal(finish(&f), 0);
 }
@@ -526,6 +610,68 @@ static void workloads_that_differ_are_refused_by_name(void **state)
     assert_int_equal(finish(&f), 0);
 }
 
+/* In tokens, of the KV Capacity Groups of model m. */
+static uint32_t floors(const fixture_t *f, uint32_t *floors_out)
+{
+    static xpw_Envelope answer;
+    xpw_Envelope question = {.which_body = xpw_Envelope_kv_ask_tag};
+    int fd = -1;
+    assert_int_equal(client_ask_for(f->config, "test", &question, xpw_Envelope_kv_answer_tag,
+                                    5 * XP_NS_PER_S, &answer, &fd),
+                     XP_OK);
+    json_t *kv = json_loadfd(fd, JSON_DISABLE_EOF_CHECK, NULL), *group;
+    assert_non_null(kv);
+    close(fd);
+    size_t index;
+    uint32_t count = 0;
+    json_array_foreach(json_object_get(kv, "groups"), index, group)
+    {
+        if (strcmp(json_string_value(json_object_get(group, "model")), "m") == 0)
+            floors_out[count++] = (uint32_t)json_integer_value(
+                json_object_get(json_object_get(group, "floor"), "tokens"));
+    }
+    json_decref(kv);
+    return count;
+}
+
+static bool set_floor(const fixture_t *f, const char *model, uint32_t tokens)
+{
+    static xpw_Envelope answer;
+    xpw_Envelope question = {.which_body = xpw_Envelope_kv_ask_tag};
+    xpw_KvAsk *ask = &question.body.kv_ask;
+    ask->verb = xpw_KvVerb_KV_SET;
+    snprintf(ask->model, sizeof(ask->model), "%s", model);
+    ask->has_floor = true;
+    ask->floor_tokens = tokens;
+    assert_int_equal(client_ask(f->config, "test", &question, xpw_Envelope_kv_answer_tag,
+                                5 * XP_NS_PER_S, &answer),
+                     XP_OK);
+    return answer.body.kv_answer.ok;
+}
+
+/* Model o holds nearly all of the second device, so the second DP rank of m has no room there for
+ * what fits the first. */
+static void the_dp_ranks_of_a_model_are_set_together_or_not_at_all(void **state)
+{
+    (void)state;
+    fixture_t f;
+    uint32_t before[2], after[2];
+    start(&f, "engine = 'sglang'\nattention_dp = 2\n"
+              "[[models]]\nid = 'n'\npath = '" MODEL "'\nkv_floor_tokens = 128\n"
+              "[[models]]\nid = 'o'\npath = '" MODEL "'\nkv_floor_tokens = 30000\n");
+    assert_int_equal(floors(&f, before), 2);
+    assert_int_equal(before[0], before[1]);
+    assert_true(set_floor(&f, "o", 32800));
+    assert_false(set_floor(&f, "m", 14448));
+    floors(&f, after);
+    assert_memory_equal(before, after, sizeof(before));
+    assert_true(set_floor(&f, "m", before[0] * 2));
+    floors(&f, after);
+    assert_true(after[0] == before[0] * 2 && after[1] == before[0] * 2);
+    send_down(&f);
+    assert_int_equal(finish(&f), 0);
+}
+
 static void another_engine_cannot_be_the_native_one(void **state)
 {
     (void)state;
@@ -542,9 +688,12 @@ int main(void)
         cmocka_unit_test(
             an_instance_serves_when_all_ranks_are_past_the_barrier_and_its_health_answered),
         cmocka_unit_test(one_ranks_death_is_the_instances),
+        cmocka_unit_test(a_successor_waits_no_longer_than_it_would_for_a_daemon),
+        cmocka_unit_test(an_instance_is_started_in_the_moment_of_its_predecessors_kill),
         cmocka_unit_test(a_ranks_failure_is_the_instances),
         cmocka_unit_test(the_others_of_a_killed_rank_may_end_by_themselves),
         cmocka_unit_test(workloads_that_differ_are_refused_by_name),
+        cmocka_unit_test(the_dp_ranks_of_a_model_are_set_together_or_not_at_all),
         cmocka_unit_test(another_engine_cannot_be_the_native_one),
     };
     unsetenv("XPOOL_UNDER_UP");

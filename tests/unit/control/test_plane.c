@@ -30,6 +30,7 @@
 #include "control/gpus.h"
 #include "control/planner.h"
 #include "cuda/mps.h"
+#include "kv/channel.h"
 #include "model/digest.h"
 #include "stage/stage.h"
 #include "transport/cuda_life.h"
@@ -53,7 +54,9 @@ static int fake_mps(int argc, char **argv)
     int controller = 0;
     snprintf(path, sizeof(path), "%s/control.pid", getenv("CUDA_MPS_PIPE_DIRECTORY"));
     if (argc > 1 && strcmp(argv[1], "-f") == 0) {
-        alarm(60); /* never outlives a broken test for long */
+        const char *delay = getenv("XPOOL_TEST_MPS_DELAY_MS"); /* tests/cuda/soak_on_device */
+        alarm(delay ? 120 : 60); /* never outlives a broken test for long */
+        usleep(delay ? (useconds_t)strtoul(delay, NULL, 10) * 1000 : 0);
         FILE *file = fopen(path, "w");
         fprintf(file, "%d %s\n", (int)getpid(), getenv("CUDA_VISIBLE_DEVICES"));
         fclose(file);
@@ -61,12 +64,33 @@ static int fake_mps(int argc, char **argv)
             pause();
     }
     FILE *file = fopen(path, "r");
+    snprintf(path, sizeof(path), "%s/hangs", getenv("CUDA_MPS_PIPE_DIRECTORY"));
+    if (access(path, F_OK) == 0) {
+        alarm(60);
+        for (;;)
+            pause();
+    }
     if (!file || fscanf(file, "%d", &controller) != 1 || kill(controller, 0) != 0 ||
         !fgets(line, sizeof(line), stdin))
         return 1;
     if (strncmp(line, "quit", 4) == 0)
         kill(controller, SIGKILL);
     return 0;
+}
+
+/* ---- the fake `xpool devices --json` ----------------------------------------------------------
+ */
+
+/* Never ends by itself. */
+static int fake_devices(void)
+{
+    alarm(60);
+    if (!getenv("TEST_MUTE")) {
+        printf("{\"devices\": [{\"device\": \"cuda:0\", \"memory_bytes\": 4096}]}\n");
+        fclose(stdout);
+    }
+    pause();
+    return 1;
 }
 
 /* ---- plans ------------------------------------------------------------------------------------
@@ -208,8 +232,10 @@ static void what_cannot_be_planned_is_refused_by_name(void **state)
             "\"shm\" does not go with CUDA devices; use \"p2p\"");
     refused(deployment("'cpu:0'", "'cpu:1'", "fabric.provider = 'p2p'\n", ""),
             "\"p2p\" does not go with CPU devices; use \"shm\"");
-    refused(deployment("'cuda:0'", "'cuda:1'", "fabric.provider = 'nvshmem'\n" MEMORY, ""),
-            "\"nvshmem\" is not part of this build");
+    refused(deployment("'cpu:0'", "'cpu:1'", "fabric.provider = 'nvshmem'\n", ""),
+            "\"nvshmem\" does not go with CPU devices; use \"shm\"");
+    refused(deployment("'cuda:0'", "'cuda:1'", "fabric.provider = 'ucx'\n" MEMORY, ""),
+            "\"ucx\" is not part of this build");
     refused(deployment("'cuda:0'", "'cuda:1'", MEMORY, "dtype = 'float32'"),
             "models[m].dtype: GPUs compute in bfloat16 or float16");
     refused(
@@ -452,7 +478,7 @@ static void start_rank(const fixture_t *f, uint32_t number, rank_t *rank)
     assert_int_equal(fabric_plan_check(&planned, sizeof(planned)), XP_OK);
     assert_string_equal(planned.instances[0].id, "m");
     wire_descriptors_close(&fds);
-    expect(rank->fd, xpw_Envelope_admitted_tag, 0); /* its KV Cache is fixed: no channel */
+    expect(rank->fd, xpw_Envelope_admitted_tag, KV_DESCRIPTORS);
 }
 
 static void offer_arena(const fixture_t *f, const rank_t *rank, uint32_t bytes, uint32_t dtype)
@@ -570,8 +596,13 @@ static void expect_plane(fixture_t *f, int agent, bool relay)
     wire_descriptors_close(&fds);
 }
 
-/* The daemon, and agents that have joined; FfnAgents are told to load. */
-static void start(fixture_t *f, const char *atn, uint32_t atn_count, const char *more,
+static int agent_of(const fixture_t *f, uint32_t p)
+{
+    return p < f->atn_count ? f->atn[p] : f->ffn[p - f->atn_count];
+}
+
+/* The daemon, and agents that have registered. */
+static void begin(fixture_t *f, const char *atn, uint32_t atn_count, const char *more,
                   const char *model)
 {
     char text[1024];
@@ -589,17 +620,30 @@ static void start(fixture_t *f, const char *atn, uint32_t atn_count, const char 
     for (uint32_t i = 0; i < FFN_COUNT; i++)
         f->ffn[i] = greet(f, xpw_Role_ROLE_FFNAGENT, f->config->ffn[i].name);
     for (uint32_t p = 0; p < atn_count + FFN_COUNT; p++) {
-        int agent = p < atn_count ? f->atn[p] : f->ffn[p - atn_count];
-        expect_plane(f, agent, strstr(more, "relay") != NULL);
-        expect(agent, xpw_Envelope_join_tag, 1);
+        expect_plane(f, agent_of(f, p), fabric_provider_relays(f->plan->plan.provider));
+        expect(agent_of(f, p), xpw_Envelope_join_tag, 1);
+    }
+}
+
+/* All of them have joined; FfnAgents are told to load. */
+static void join(fixture_t *f)
+{
+    for (uint32_t p = 0; p < f->atn_count + FFN_COUNT; p++) {
         xpw_Envelope joined = {.which_body = xpw_Envelope_joined_tag};
         joined.body.joined.generation = 1;
-        say(agent, &joined, NULL, 0);
+        say(agent_of(f, p), &joined, NULL, 0);
     }
     for (uint32_t i = 0; i < FFN_COUNT; i++) {
         xpw_Envelope *prepare = expect(f->ffn[i], xpw_Envelope_prepare_tag, 0);
         assert_true(prepare->body.prepare.memory_bytes == f->plan->ffn[i].budget_bytes);
     }
+}
+
+static void start(fixture_t *f, const char *atn, uint32_t atn_count, const char *more,
+                  const char *model)
+{
+    begin(f, atn, atn_count, more, model);
+    join(f);
 }
 
 static void executable(const fixture_t *f)
@@ -622,7 +666,7 @@ static int wait_daemon(fixture_t *f)
 static int finish(fixture_t *f)
 {
     for (uint32_t p = 0; p < f->atn_count + FFN_COUNT; p++) {
-        int agent = p < f->atn_count ? f->atn[p] : f->ffn[p - f->atn_count];
+        int agent = agent_of(f, p);
         while (expect(agent, xpw_Envelope_stop_tag, 0)->body.stop.phase !=
                xpw_StopPhase_STOP_FINALIZE)
             ;
@@ -788,6 +832,50 @@ static void with_the_relay_the_agents_arenas_take_the_place_of_the_instances(voi
     assert_int_equal(finish(&f), 0);
 }
 
+/* The sockets that are the agents here say what PE 0 and the others say. */
+static void agents_of_a_symmetric_heap_join_with_one_id(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    begin(&f, "'cuda:0', 'cuda:1'", 2, "fabric.provider = 'nvshmem'\n", "ffn_tp_size = 2");
+    assert_true(silent(f.atn[1]) && silent(f.ffn[0]) && silent(f.ffn[1]));
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_fabric_id_tag};
+    envelope.body.fabric_id.generation = 1;
+    for (uint32_t i = 0; i < sizeof(envelope.body.fabric_id.id); i++)
+        envelope.body.fabric_id.id[i] = (uint8_t)(200 - i);
+    say(f.atn[0], &envelope, NULL, 0);
+    int others[] = {f.atn[1], f.ffn[0], f.ffn[1]};
+    for (uint32_t i = 0; i < 3; i++) {
+        xpw_Envelope *id = expect(others[i], xpw_Envelope_fabric_id_tag, 0);
+        assert_int_equal(id->body.fabric_id.generation, 1);
+        assert_memory_equal(id->body.fabric_id.id, envelope.body.fabric_id.id, 128);
+    }
+    assert_true(silent(f.atn[0]));
+    join(&f);
+    start_rank(&f, 0, &rank);
+    offer_arena(&f, &rank, 100, XP_DTYPE_BF16);
+    executable(&f);
+    /* FfnAgents know where everything is; the rank's own arena goes to its AtnAgent, last. */
+    uint64_t lease = 0;
+    for (uint32_t i = 0; i < FFN_COUNT; i++) {
+        xpw_Envelope *attach = expect(f.ffn[i], xpw_Envelope_arena_attach_tag, 0);
+        lease = attach->body.arena_attach.lease;
+        assert_true(silent(f.atn[0]));
+        attached(f.ffn[i], 0, lease, "");
+    }
+    assert_true(expect_arena(f.atn[0], 0, 100) == lease);
+    attached(f.atn[0], 0, lease, "");
+    expect(rank.fd, xpw_Envelope_attached_tag, 0);
+    expect(rank.fd, xpw_Envelope_initialize_tag, 0);
+    assert_true(silent(f.atn[1]));
+    kill_rank(&rank);
+    expect(f.atn[0], xpw_Envelope_arena_detach_tag, 0);
+    expect(f.ffn[0], xpw_Envelope_arena_detach_tag, 0);
+    expect(f.ffn[1], xpw_Envelope_arena_detach_tag, 0);
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
 static void an_atnagent_that_dies_while_arenas_are_attached_is_the_failure(void **state)
 {
     fixture_t f;
@@ -831,6 +919,48 @@ static void an_agent_that_cannot_let_go_ends_the_generation(void **state)
     assert_int_equal(wait_daemon(&f), 1);
 }
 
+/* It is asked beside the event loop, which goes on. */
+static void a_controller_that_hangs_holds_up_nobody(void **state)
+{
+    fixture_t f;
+    char path[PATH_MAX];
+    start(&f, "'cuda:0'", 1, "", "");
+    snprintf(path, sizeof(path), "%s/mps/cuda-0/pipe/hangs", scratch);
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    fclose(file);
+    uint64_t longest_ns = 0, until_ns = xp_monotonic_ns() + PATIENCE_NS;
+    for (bool told = false; !told;) {
+        uint64_t began_ns = xp_monotonic_ns();
+        assert_true(began_ns < until_ns);
+        xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+        assert_int_equal(client_ask(f.config, "test", &question, xpw_Envelope_verdict_tag,
+                                    5 * XP_NS_PER_S, &answer),
+                         XP_OK);
+        if (xp_monotonic_ns() - began_ns > longest_ns)
+            longest_ns = xp_monotonic_ns() - began_ns;
+        for (pb_size_t i = 0; i < answer.body.verdict.reasons_count; i++)
+            told = told || strstr(answer.body.verdict.reasons[i], "did not answer");
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+    assert_true(longest_ns < 700 * XP_NS_PER_MS);
+    assert_int_equal(unlink(path), 0);
+    executable(&f);
+    wait_verdict(&f, "model m: its Instance is not registered");
+    until_ns = xp_monotonic_ns() + PATIENCE_NS;
+    for (bool told = true; told;) { /* it answers again */
+        xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+        assert_int_equal(client_ask(f.config, "test", &question, xpw_Envelope_verdict_tag,
+                                    5 * XP_NS_PER_S, &answer),
+                         XP_OK);
+        told = answer.body.verdict.reasons_count > 1;
+        assert_true(xp_monotonic_ns() < until_ns);
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
 static void without_mps_there_is_no_daemon(void **state)
 {
     fixture_t f = {.atn_count = 1};
@@ -844,8 +974,26 @@ static void without_mps_there_is_no_daemon(void **state)
     config_destroy(f.config);
 }
 
+/* Neither for its answer nor, once that is there, for its end. */
+static void nobody_waits_for_the_driver_without_a_limit(void **state)
+{
+    uint64_t bytes = 0, began_ns = xp_monotonic_ns();
+    config_t *config = deployment("'cuda:0'", "'cuda:1'", "devices.'cuda:1'.memory = '1GiB'\n", "");
+    gpus_ask_own_program(500 * XP_NS_PER_MS);
+    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_OK);
+    assert_true(bytes == 4096);
+    setenv("TEST_MUTE", "1", 1);
+    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_UNSUPPORTED);
+    assert_non_null(strstr(xp_error_last()->text, "did not answer within 0.5 s"));
+    unsetenv("TEST_MUTE");
+    assert_true(xp_monotonic_ns() - began_ns < 5 * XP_NS_PER_S);
+    config_destroy(config);
+}
+
 int main(int argc, char **argv)
 {
+    if (argc > 1 && strcmp(argv[1], "devices") == 0)
+        return fake_devices();
     const char *name = strrchr(argv[0], '/');
     if (strcmp(name ? name + 1 : argv[0], MPS_CONTROL_PROGRAM) == 0)
         return fake_mps(argc, argv);
@@ -859,11 +1007,14 @@ int main(int argc, char **argv)
         cmocka_unit_test(an_instance_gets_the_stages_when_every_member_has_its_arena),
         cmocka_unit_test(members_get_the_partials_of_their_first),
         cmocka_unit_test(with_the_relay_the_agents_arenas_take_the_place_of_the_instances),
+        cmocka_unit_test(agents_of_a_symmetric_heap_join_with_one_id),
         cmocka_unit_test(an_atnagent_that_dies_while_arenas_are_attached_is_the_failure),
         cmocka_unit_test(an_agent_that_cannot_let_go_ends_the_generation),
+        cmocka_unit_test(a_controller_that_hangs_holds_up_nobody),
         cmocka_unit_test(without_mps_there_is_no_daemon),
+        cmocka_unit_test(nobody_waits_for_the_driver_without_a_limit),
     };
-    char own[PATH_MAX], link[PATH_MAX], path[8192], command[128];
+    char own[PATH_MAX], link[PATH_MAX], path[8192], command[512];
     unsetenv("XPOOL_UNDER_UP");
     unsetenv("CUDA_VISIBLE_DEVICES");
     unsetenv(GPUS_MEMORY_VARIABLE);
@@ -880,6 +1031,14 @@ int main(int argc, char **argv)
     setenv("PATH", path, 1);
     snprintf(path, sizeof(path), "%s/mps", scratch);
     setenv(GPUS_MPS_ROOT_VARIABLE, path, 1);
+    /* The daemon looks whether NVSHMEM is there, and loads nothing of it. */
+    snprintf(path, sizeof(path), "%s/wheel", scratch);
+    setenv(STAGE_HEAP_ROOT_VARIABLE, path, 1);
+    setenv(STAGE_HEAP_PLUGIN_VARIABLE, own, 1);
+    snprintf(command, sizeof(command), "mkdir -p %s/lib && : > %s/lib/libnvshmem_host.so.3", path,
+             path);
+    if (system(command) != 0)
+        return 1;
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     snprintf(command, sizeof(command), "rm -rf %s", scratch);
     return system(command) ? 1 : failed;

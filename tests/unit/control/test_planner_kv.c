@@ -257,6 +257,52 @@ static void ranks_on_several_devices(void **state)
     free(config);
 }
 
+/* GPUs: bundles are handles of the driver, tokens may have padding, each rank keeps handles ready
+ * outside the pool; "static" leaves the KV Cache to the engine. */
+static void gpus_move_handles(void **state)
+{
+    (void)state;
+    config_t *config = make_config(2, 20ull << 30);
+    for (uint32_t side = 0; side < 2; side++) {
+        config_device_t *device = side ? &config->ffn[0] : &config->atn[0];
+        device->kind = CONFIG_DEVICE_CUDA;
+        device->memory_bytes = 20ull << 30;
+        snprintf(device->name, sizeof(device->name), "cuda:%u", side);
+    }
+    for (uint32_t m = 0; m < 2; m++)
+        config->models[m].engine = CONFIG_ENGINE_SGLANG;
+    plan_result_t *result = plan(config);
+    check(config, result);
+    uint64_t ready = 0, per_token[2];
+    for (uint32_t m = 0; m < 2; m++) {
+        const plan_model_t *model = &result->models[m];
+        per_token[m] = model->kv_bytes_per_token;
+        assert_true(model->kv_elastic && planner_kv_ranges(config, result));
+        assert_int_equal(model->kv_bundle_bytes % (2u << 20), 0);
+        assert_in_range(model->kv_bundle_bytes, 2u << 20, 64u << 20);
+        assert_int_equal(kv_token_stride(per_token[m], 2u << 20), per_token[m]);
+        assert_true(model->kv_floor_tokens >= 512);
+        ready += KV_READY_BUNDLES_CUDA * model->kv_bundle_bytes;
+    }
+    uint64_t workspace = result->atn[0].workspace_bytes;
+    planner_free(result);
+
+    config->scheduler.kv_policy = CONFIG_KV_STATIC;
+    result = plan(config);
+    check(config, result);
+    assert_false(planner_kv_ranges(config, result));
+    assert_int_equal(result->models[0].kv_floor_bundles, 1);
+    assert_int_equal(result->atn[0].workspace_bytes, workspace - ready);
+    assert_true(result->models[0].kv_bytes_per_token <= per_token[0]);
+    uint64_t taken = result->atn[0].budget_bytes - left_on(&result->atn[0]);
+    planner_free(result);
+
+    config->scheduler.kv_policy = CONFIG_KV_DEADLINE;
+    config->atn[0].memory_bytes = taken + (3u << 20);
+    expect_refused(config, "handles that its ranks keep ready need");
+    free(config);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -266,6 +312,7 @@ int main(void)
         cmocka_unit_test(a_small_pool_still_has_a_floor_each),
         cmocka_unit_test(fixed_beside_elastic),
         cmocka_unit_test(ranks_on_several_devices),
+        cmocka_unit_test(gpus_move_handles),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

@@ -51,6 +51,7 @@ struct cuda_graph_object {
 };
 struct cuda_event_object {
     bool used;
+    cuda_stream_t stream; /* recorded there last */
 };
 
 static struct fake {
@@ -76,6 +77,10 @@ static struct fake {
     struct cuda_graph_object graph[FAKE_OBJECTS];
     struct cuda_event_object event[FAKE_OBJECTS];
     struct cuda_graph_object capture;
+    struct {
+        cuda_address_t at;
+        size_t bytes; /* 0: free */
+    } mapping[FAKE_OBJECTS];
 } fake;
 
 static bool fake_fails(const char *name)
@@ -253,7 +258,7 @@ static int fake_cuLaunchKernel(cuda_function_t function, unsigned gx, unsigned g
                                cuda_stream_t stream, void **parameters, void **extra)
 {
     FAKE_CALL(cuLaunchKernel);
-    static fake_launch_t launch;
+    static _Thread_local fake_launch_t launch;
     memset(&launch, 0, sizeof(launch));
     launch.kernel = (const fake_kernel_t *)function;
     launch.blocks = gx * gy * gz;
@@ -442,12 +447,28 @@ static int fake_cuMemMap(cuda_address_t address, size_t bytes, size_t offset,
                     fake.memory[handle - 1], 0);
     if (at == MAP_FAILED)
         return CUDA_RESULT_INVALID_VALUE;
-    fake.mapped++;
-    return 0;
+    for (int i = 0; i < FAKE_OBJECTS; i++)
+        if (!fake.mapping[i].bytes) {
+            fake.mapping[i].at = address;
+            fake.mapping[i].bytes = bytes;
+            fake.mapped++;
+            return 0;
+        }
+    return CUDA_RESULT_OUT_OF_MEMORY;
 }
+/* Of whole mappings, one or several. */
 static int fake_cuMemUnmap(cuda_address_t address, size_t bytes)
 {
-    fake.mapped--;
+    size_t found = 0;
+    for (int i = 0; i < FAKE_OBJECTS; i++)
+        if (fake.mapping[i].bytes && fake.mapping[i].at >= address &&
+            fake.mapping[i].at + fake.mapping[i].bytes <= address + bytes) {
+            found += fake.mapping[i].bytes;
+            fake.mapping[i].bytes = 0;
+            fake.mapped--;
+        }
+    if (found != bytes)
+        return CUDA_RESULT_INVALID_VALUE;
     void *at = mmap((void *)(uintptr_t)address, bytes, PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     return at == MAP_FAILED ? CUDA_RESULT_INVALID_VALUE : 0;
@@ -570,12 +591,13 @@ static int fake_cuEventDestroy(cuda_event_t event)
 static int fake_cuEventRecord(cuda_event_t event, cuda_stream_t stream)
 {
     FAKE_CALL(cuEventRecord);
+    event->stream = stream;
     return 0;
 }
 static int fake_cuEventQuery(cuda_event_t event)
 {
     FAKE_CALL(cuEventQuery);
-    return 0;
+    return fake.busy && fake.busy(event->stream) ? CUDA_RESULT_NOT_READY : 0;
 }
 static int fake_cuEventSynchronize(cuda_event_t event)
 {

@@ -675,8 +675,10 @@ static void what_can_never_fit_is_refused(void **state)
     assert_false(outcome->finished);
     daemon_side.group->ceiling_bundles = 4;
     run_dry();
-    assert_int_equal(outcome->finish.finish, ENGINE_FINISH_ERROR);
-    assert_non_null(strstr(outcome->finish.error, "ceiling"));
+    assert_int_equal(outcome->finish.finish, ENGINE_FINISH_TOO_LONG);
+    assert_non_null(strstr(outcome->finish.error, "prompt of 80 tokens"));
+    assert_non_null(strstr(outcome->finish.error, "now 64 tokens"));
+    assert_non_null(strstr(outcome->finish.error, "shorter prompt"));
     close_elastic();
 }
 

@@ -91,6 +91,11 @@ static ffn_cuda_answer_t *scene_fill(scene_t *scene, uint32_t lane, uint32_t mod
     return own->answer;
 }
 
+static bool scene_post(scene_t *scene, uint32_t lane, uint64_t *word, uint64_t value)
+{
+    return ffn_cuda_command_post(scene->dispatch, &scene->poster, lane, scene->ticket, word, value);
+}
+
 /* Until `done`; false after the limit or once the runtime has failed. */
 static bool scene_done(scene_t *scene, uint32_t lane)
 {
@@ -351,7 +356,7 @@ static void test_lease(void **state)
             uint64_t word = 0;
             scene_fill(&scene, i % 2, 0, i % 3, i % 4, in, out, NULL);
             assert_true(ffn_cuda_lease_look(scene.dispatch, &scene.poster));
-            assert_true(ffn_cuda_command_post(scene.dispatch, &scene.poster, i % 2, &word, i + 1));
+            assert_true(scene_post(&scene, i % 2, &word, i + 1));
             assert_true(scene_done(&scene, i % 2));
             assert_int_equal(word, i + 1);
         }
@@ -364,7 +369,7 @@ static void test_lease(void **state)
         assert_int_equal(stats.resident_invocations, before + 200);
         /* The same rows, fired by the host: the lease is given up for it. */
         scene_fill(&scene, 0, 0, 2, 3, in, out, NULL);
-        assert_true(ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0));
+        assert_true(scene_post(&scene, 0, NULL, 0));
         assert_true(scene_done(&scene, 0));
         scene_fill(&scene, 1, 0, 2, 17, in, again, NULL);
         ffn_cuda_request_post(scene.dispatch, &scene.poster, 1, 0);
@@ -375,8 +380,7 @@ static void test_lease(void **state)
     uint32_t fired = 0;
     for (const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;; fired++) {
         scene_fill(&scene, 0, 0, 2, 1, in, out, NULL);
-        if (ffn_cuda_lease_look(scene.dispatch, &scene.poster) &&
-            ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0))
+        if (ffn_cuda_lease_look(scene.dispatch, &scene.poster) && scene_post(&scene, 0, NULL, 0))
             break;
         ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
         assert_true(scene_done(&scene, 0));
@@ -406,7 +410,7 @@ static void test_lease(void **state)
     assert_true(xp_monotonic_ns() - start < XP_NS_PER_S);
     /* The kernel has left: a late command is refused. */
     scene_fill(&scene, 0, 0, 0, 1, in, out, NULL);
-    assert_false(ffn_cuda_command_post(scene.dispatch, &scene.poster, 0, NULL, 0));
+    assert_false(scene_post(&scene, 0, NULL, 0));
     scene_close(&scene);
     free(x);
     free(in);
@@ -585,9 +589,77 @@ static void test_shared_role(void **state)
     fixture_close(f);
 }
 
+/* A place that is being written anew gives no record, whichever of its words are there already; all
+ * fields come back as they were. */
+static void test_records_are_whole(void **state)
+{
+    (void)state;
+    ffn_cuda_record_place_t places[8] = {0};
+    ffn_cuda_counters_t counters = {.records = places, .record_capacity = 8};
+    const ffn_cuda_record_t record = {.end_ns = 0x00ffffffffffffffull,
+                                      .duration_ns = 12345678901,
+                                      .ticket = 1ull << 40,
+                                      .layer = 93,
+                                      .rows = 0xffffffff,
+                                      .capacity = 0xfffffffe,
+                                      .instance = 0xfedc,
+                                      .rank = 7,
+                                      .lane = 0xffff,
+                                      .graph_template = 0xfffe,
+                                      .kind = 2,
+                                      .resident = 1};
+    for (uint64_t number = 0; number < 8 * 300; number++) {
+        ffn_cuda_record_t got = {0};
+        ffn_cuda_record_place_t *place = &places[number % 8];
+        ffn_cuda_record_end(&counters, &record);
+        assert_int_equal(place->index, number + 1);
+        assert_true(ffn_cuda_record_unpack(place, number, 8, &got));
+        assert_memory_equal(&got, &record, sizeof(got));
+        for (uint32_t mixed = 1; mixed < 1u << FFN_CUDA_RECORD_WORDS; mixed++) {
+            ffn_cuda_record_place_t next = *place;
+            uint64_t words[FFN_CUDA_RECORD_WORDS];
+            ffn_cuda_record_pack(&record, number + 8, 8, words);
+            for (uint32_t i = 0; i < FFN_CUDA_RECORD_WORDS; i++)
+                if (mixed >> i & 1)
+                    next.words[i] = words[i];
+            assert_false(ffn_cuda_record_unpack(&next, number, 8, &got));
+        }
+    }
+}
+
+static bool never_ends(cuda_stream_t stream)
+{
+    return true;
+}
+
+/* The FfnAgent's event loop asks for figures: a device that does not tell costs it a moment. */
+static void test_stats_of_a_silent_device(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_LLAMA, XP_DTYPE_BF16);
+    scene_t scene;
+    ffn_cuda_stats_t stats = {0};
+    scene_create(&scene, false);
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
+    fake.busy = never_ends;
+    const uint64_t began_ns = xp_monotonic_ns();
+    assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_TIMEOUT);
+    assert_true(xp_monotonic_ns() - began_ns < XP_NS_PER_S);
+    fake.busy = NULL;
+    assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+    scene_close(&scene);
+    fixture_close(f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_stats_of_a_silent_device),
+        cmocka_unit_test(test_records_are_whole),
         cmocka_unit_test(test_families),
         cmocka_unit_test(test_tales),
         cmocka_unit_test(test_pieces),

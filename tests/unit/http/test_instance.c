@@ -555,6 +555,22 @@ static void time_limits_are_told_apart(void **state)
     expect_health(200);
 }
 
+/* The same answer as for a prompt that was too long from the start, streaming or not. */
+static void a_prompt_that_does_not_fit_any_more_is_400(void **state)
+{
+    static const char *const bodies[] = {"{\"prompt\":\"a\"}",
+                                         "{\"prompt\":\"a\",\"stream\":true}"};
+    f.engine->fail_finish = ENGINE_FINISH_TOO_LONG;
+    f.engine->fail_after = 0;
+    f.engine->fail_text = "the prompt does not fit any more";
+    for (size_t i = 0; i < 2; i++)
+        expect_error("/v1/completions", bodies[i], 400, NULL, "context_length_exceeded",
+                     "does not fit any more");
+    expect_error("/generate", "{\"text\":\"a\",\"stream\":true}", 400, NULL,
+                 "context_length_exceeded", "does not fit any more");
+    expect_health(200);
+}
+
 static void a_disconnect_cancels(void **state)
 {
     static const char *const bodies[] = {
@@ -762,6 +778,7 @@ int main(void)
         CASE(engine_failures),
         CASE(a_requests_own_error_leaves_the_model_healthy),
         CASE(time_limits_are_told_apart),
+        CASE(a_prompt_that_does_not_fit_any_more_is_400),
         CASE(a_disconnect_cancels),
         CASE(half_close_after_a_quick_request),
         CASE(a_slow_reader_is_dropped),

@@ -197,6 +197,26 @@ static void bundles_are_whole_pages_and_granules(void **state)
     assert_int_equal(kv_bundle_tokens(100, 16, 0, 4096), 1024);
 }
 
+/* On a GPU a token may have padding, so that bundles of whole tokens are no larger than handles
+ * should be: Qwen3-30B-A3B and Qwen3-14B need none, DeepSeek-V2-Lite and GLM-4.7-Flash a little. */
+static void strides_of_tokens_leave_small_bundles(void **state)
+{
+    const uint64_t granule = 2u << 20;
+    const uint64_t tokens[] = {98304, 163840, 31104, 54144, 576 * 2, 2, 999};
+    for (size_t t = 0; t < sizeof(tokens) / sizeof(tokens[0]); t++) {
+        uint64_t stride = kv_token_stride(tokens[t], granule);
+        assert_true(stride >= tokens[t] && stride % (tokens[t] & -tokens[t]) == 0);
+        assert_true(tokens[t] < 1000 || (stride - tokens[t]) * 40 < tokens[t]);
+        assert_int_equal(kv_token_stride(stride, granule), stride);
+        uint64_t bytes = stride * kv_bundle_tokens(stride, 16, 32u << 20, granule);
+        assert_true(bytes % granule == 0 && bytes <= 64u << 20);
+    }
+    assert_int_equal(kv_token_stride(98304, granule), 98304);
+    assert_int_equal(kv_token_stride(163840, granule), 163840);
+    assert_int_equal(kv_token_stride(31104, granule), 31744);
+    assert_int_equal(kv_token_stride(54144, granule), 55296);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -206,6 +226,7 @@ int main(void)
         cmocka_unit_test(a_report_is_read_whole),
         cmocka_unit_test(bells_never_block),
         cmocka_unit_test(bundles_are_whole_pages_and_granules),
+        cmocka_unit_test(strides_of_tokens_leave_small_bundles),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

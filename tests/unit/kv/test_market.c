@@ -57,6 +57,12 @@ static int done(void **state)
     return 0;
 }
 
+static xp_status_t set(uint32_t group, uint32_t floor, uint32_t ceiling)
+{
+    const kv_market_size_t size = {group, floor, ceiling};
+    return kv_market_set(&market, &size, 1);
+}
+
 static void steps(void)
 {
     now += MS;
@@ -363,7 +369,7 @@ static void what_a_rank_writes_over_constants_is_nobodys_harm(void **state)
     answer(2, 0);
     steps();
     assert_int_equal(charged(), 10 + 60);
-    assert_int_equal(kv_market_set(&market, 1, 5, 81), XP_INVALID); /* its range ends at 80 */
+    assert_int_equal(set(1, 5, 81), XP_INVALID); /* its range ends at 80 */
     assert_int_equal(kv_market_possible_bundles(&market, 1), 80);
     kv_market_end(&market, 0);
     kv_market_start(&market, 0, 0);
@@ -375,35 +381,59 @@ static void what_a_rank_writes_over_constants_is_nobodys_harm(void **state)
 static void floors_and_ceilings_change_live(void **state)
 {
     begin();
-    assert_int_equal(kv_market_set(&market, 0, 0, 40), XP_INVALID);
-    assert_int_equal(kv_market_set(&market, 0, 6, 5), XP_INVALID);
-    assert_int_equal(kv_market_set(&market, 0, 5, 41), XP_INVALID);
+    assert_int_equal(set(0, 0, 40), XP_INVALID);
+    assert_int_equal(set(0, 6, 5), XP_INVALID);
+    assert_int_equal(set(0, 5, 41), XP_INVALID);
     assert_non_null(strstr(xp_error_last()->text, "640"));
-    assert_int_equal(kv_market_set(&market, 1, 80, 80), XP_OK); /* 10 remain for the other */
-    assert_int_equal(kv_market_set(&market, 0, 11, 40), XP_NO_MEMORY);
-    assert_int_equal(kv_market_set(&market, 1, 5, 80), XP_OK);
-    assert_int_equal(kv_market_set(&market, 0, 20, 40), XP_OK);
+    assert_int_equal(set(1, 80, 80), XP_OK); /* 10 remain for the other */
+    assert_int_equal(set(0, 11, 40), XP_NO_MEMORY);
+    assert_int_equal(set(1, 5, 80), XP_OK);
+    assert_int_equal(set(0, 20, 40), XP_OK);
     steps();
     assert_int_equal(kv_group_command(&channel->groups[0]).bundles, 20);
     answer(0, 0);
     answer(1, 0);
     steps();
-    assert_int_equal(kv_market_set(&market, 0, 5, 10), XP_OK);
+    assert_int_equal(set(0, 5, 10), XP_OK);
     steps();
     assert_int_equal(kv_group_command(&channel->groups[0]).bundles, 10);
+}
+
+static void sizes_are_set_together_or_not_at_all(void **state)
+{
+    begin();
+    /* The second has no room beside the first's new floor, or is nonsense: nothing has changed. */
+    const kv_market_size_t late[2] = {{0, 20, 30}, {1, 70, 80}};
+    assert_int_equal(kv_market_set(&market, late, 2), XP_NO_MEMORY);
+    assert_non_null(strstr(xp_error_last()->text, "room for 240"));
+    const kv_market_size_t wrong[2] = {{0, 20, 30}, {1, 70, 60}};
+    assert_int_equal(kv_market_set(&market, wrong, 2), XP_INVALID);
+    steps();
+    for (uint32_t g = 0; g < 2; g++) {
+        assert_int_equal(market.snapshot.groups[g].floor_wanted, 5);
+        assert_int_equal(market.snapshot.groups[g].floor_bundles, 5);
+        assert_int_equal(market.snapshot.groups[g].ceiling_bundles, g ? 80 : 40);
+        assert_int_equal(channel->groups[g].floor_bundles, 5);
+    }
+    /* Neither order alone would do: each floor fits only beside the other's new one. */
+    assert_int_equal(set(1, 70, 80), XP_OK);
+    const kv_market_size_t swap[2] = {{0, 40, 40}, {1, 20, 80}};
+    assert_int_equal(kv_market_set(&market, swap, 2), XP_OK);
+    assert_int_equal(market.snapshot.groups[0].floor_wanted, 40);
+    assert_int_equal(channel->groups[1].floor_bundles, 20);
 }
 
 static void floors_of_others_bound_a_ceiling(void **state)
 {
     begin();
-    assert_int_equal(kv_market_set(&market, 1, 80, 80), XP_OK);
+    assert_int_equal(set(1, 80, 80), XP_OK);
     steps();
     /* 20 of the pool are left, and each of its bundles takes two. */
     assert_int_equal(channel->groups[0].ceiling_bundles, 10);
     assert_true(step.ring[0]); /* who waits for more is told */
     steps();
     assert_false(step.ring[0]);
-    assert_int_equal(kv_market_set(&market, 1, 5, 80), XP_OK);
+    assert_int_equal(set(1, 5, 80), XP_OK);
     steps();
     assert_int_equal(channel->groups[0].ceiling_bundles, 40); /* as it was set */
     assert_true(step.ring[0]);
@@ -419,7 +449,7 @@ static void a_floor_of_somebody_absent_is_kept_once_it_is_free(void **state)
     answer(2, 0);
     steps();
     assert_int_equal(charged(), 90);
-    assert_int_equal(kv_market_set(&market, 0, 40, 40), XP_OK);
+    assert_int_equal(set(0, 40, 40), XP_OK);
     steps();
     assert_int_equal(charged(), 90); /* the other's requests live in it */
     report(1, 10, 0);
@@ -473,6 +503,134 @@ static void refusals_and_squeezes_are_told(void **state)
     assert_true(channel->groups[0].admit_bundles == UINT32_MAX);
 }
 
+/* ---- pools of GPUs ----------------------------------------------------------------------------
+ */
+
+/* Bundles: 100 planned, 3 stay free, a rank of group 1 takes 20 beside its KV Cache. */
+static int fresh_gpu(void **state)
+{
+    fresh(state);
+    kv_market_settings_t settings = market.settings;
+    settings.observe = true;
+    settings.kept_bytes[0] = 3 * 16;
+    settings.rank_bytes[1] = 20 * 16;
+    kv_market_init(&market, channel, &settings);
+    return 0;
+}
+
+static void captured(uint32_t partition, uint32_t free_bundles)
+{
+    kv_partition_capture(&channel->partitions[partition], free_bundles * 16ull, ++now);
+}
+
+static uint64_t pool(void)
+{
+    return market.snapshot.pool_bytes[0] / 16;
+}
+
+static void nobody_grows_before_all_have_captured(void **state)
+{
+    begin();
+    report(1, 5, 40);
+    steps();
+    assert_int_equal(channel->groups[1].command >> 32, 1);
+    assert_true(channel->groups[1].refused_since_ns != 0);
+    assert_int_equal(channel->groups[1].ceiling_bundles,
+                     80); /* what is planned, till it is known */
+    /* The first two have captured while the third still takes memory: what they saw is too much. */
+    captured(0, 200);
+    captured(1, 150);
+    steps();
+    assert_int_equal(pool(), 15);
+    assert_false(step.formed[0]);
+    captured(2, 60);
+    steps();
+    assert_true(step.formed[0]);
+    assert_int_equal(pool(), 15 + 60 - 3);
+    assert_int_equal(channel->pools[0].observed_bytes, 72 * 16);
+    assert_int_equal(kv_group_command(&channel->groups[1]).bundles, 40); /* met at once */
+    assert_int_equal(channel->groups[1].ceiling_bundles, 72 - 10);
+    steps();
+    assert_false(step.formed[0]); /* once */
+}
+
+static void a_pool_is_never_more_than_planned(void **state)
+{
+    begin();
+    for (uint32_t p = 0; p < 3; p++)
+        kv_partition_capture(&channel->partitions[p], UINT64_MAX, ++now);
+    steps();
+    assert_int_equal(pool(), POOL);
+}
+
+static void a_device_that_is_full_leaves_the_floors(void **state)
+{
+    begin();
+    for (uint32_t p = 0; p < 3; p++)
+        captured(p, 0);
+    steps();
+    assert_true(step.formed[0]);
+    assert_int_equal(pool(), 15);
+    assert_int_equal(channel->groups[0].ceiling_bundles, 5);
+    report(1, 5, 6);
+    steps();
+    assert_int_equal(channel->groups[1].command >> 32, 1);
+}
+
+/* Who is not there yet will take its memory; when it has come, what is there is looked at again. */
+static void models_that_come_later_are_counted(void **state)
+{
+    kv_market_start(&market, 0, 0);
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    captured(0, 90);
+    captured(1, 90);
+    steps();
+    assert_int_equal(pool(), 10 + 90 - 3 - 20);
+    report(0, 5, 20);
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    assert_int_equal(charged(), 45);
+    kv_market_start(&market, 1, 0);
+    steps();
+    answer(2, 0);
+    steps();
+    assert_int_equal(pool(), 77); /* it loads */
+    captured(2, 20);
+    steps();
+    assert_int_equal(pool(), 45 + 20 - 3); /* it took more than planned */
+}
+
+static void an_observation_before_memory_moved_is_left_out(void **state)
+{
+    begin();
+    for (uint32_t p = 0; p < 3; p++)
+        captured(p, 60);
+    steps();
+    assert_int_equal(pool(), 72);
+    kv_market_leave(&market, 1);
+    kv_market_end(&market, 1);
+    kv_market_start(&market, 1, 0);
+    steps();
+    answer(2, 0);
+    steps();
+    captured(2, 80);
+    report(0, 5, 20);
+    market.settings.observe = false; /* the daemon is late to look */
+    steps();
+    answer(0, 0);
+    answer(1, 0);
+    steps();
+    market.settings.observe = true;
+    steps();
+    assert_int_equal(pool(), 72);
+    assert_false(step.formed[0]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -489,11 +647,18 @@ int main(void)
         cmocka_unit_test_setup_teardown(what_a_rank_writes_over_constants_is_nobodys_harm, fresh,
                                         done),
         cmocka_unit_test_setup_teardown(floors_and_ceilings_change_live, fresh, done),
+        cmocka_unit_test_setup_teardown(sizes_are_set_together_or_not_at_all, fresh, done),
         cmocka_unit_test_setup_teardown(floors_of_others_bound_a_ceiling, fresh, done),
         cmocka_unit_test_setup_teardown(a_floor_of_somebody_absent_is_kept_once_it_is_free, fresh,
                                         done),
         cmocka_unit_test_setup_teardown(trims_wait_for_their_turn, fresh, done),
         cmocka_unit_test_setup_teardown(refusals_and_squeezes_are_told, fresh, done),
+        cmocka_unit_test_setup_teardown(nobody_grows_before_all_have_captured, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(a_pool_is_never_more_than_planned, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(a_device_that_is_full_leaves_the_floors, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(models_that_come_later_are_counted, fresh_gpu, done),
+        cmocka_unit_test_setup_teardown(an_observation_before_memory_moved_is_left_out, fresh_gpu,
+                                        done),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

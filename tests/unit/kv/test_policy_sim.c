@@ -688,7 +688,8 @@ static void steer(sim_t *sim, uint32_t g)
         uint32_t ceiling = 2 + below(sim, entry->reserved_bundles);
         if (chance(sim, 2))
             ceiling = entry->reserved_bundles;
-        kv_market_set(&sim->market, g, 1 + below(sim, 3), ceiling);
+        const kv_market_size_t size = {g, 1 + below(sim, 3), ceiling};
+        kv_market_set(&sim->market, &size, 1);
     }
     event(sim);
 }

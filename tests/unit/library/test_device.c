@@ -61,9 +61,13 @@ static void run_live(const fake_launch_t *launch)
 static void run_call(const fake_launch_t *launch)
 {
     transport_device_state_t *state = (void *)(uintptr_t)argument(launch, 3);
+    const transport_live_t *live = (const void *)(uintptr_t)argument(launch, 4);
     calls++;
-    if (state->status == XP_OK)
-        state->status = next_status;
+    if (state->status != XP_OK)
+        return;
+    state->requests++;
+    state->total_rows += live->rows;
+    state->status = next_status;
 }
 static void run_arena_start(const fake_launch_t *launch)
 {
@@ -283,13 +287,18 @@ static void a_captured_call_reads_the_record_of_its_replay(void **state)
     assert_int_equal(lives + calls, 0);
     xpool_live_t live = {
         .struct_bytes = sizeof(live), .rows = 5, .step = XPOOL_DECODE, .stream = stream};
-    for (uint32_t i = 1; i <= 2; i++) {
+    for (uint32_t i = 1; i <= 3; i++) {
         assert_int_equal(library_device_live(device, &live, NULL), XP_OK);
         assert_int_equal(cuda_graph_launch(&device->device, graph, stream), XP_OK);
-        assert_int_equal(lives, i);
         assert_int_equal(calls, i);
+        assert_int_equal(lives, i < 3 ? 1 : 2); /* the second one says what is there already */
+        assert_int_equal(live_written.rows, i < 3 ? 5 : 4);
+        live.rows = i == 2 ? 4 : 5;
     }
-    assert_int_equal(live_written.rows, 5);
+    /* On another stream nothing is known of what that one has seen. */
+    live.stream = NULL;
+    assert_int_equal(library_device_live(device, &live, NULL), XP_OK);
+    assert_int_equal(lives, 3);
     cuda_graph_destroy(&device->device, graph);
     cuda_stream_destroy(&device->device, stream);
     library_device_destroy(device);
@@ -364,6 +373,88 @@ static void the_verdict_is_what_the_kernels_met(void **state)
     assert_int_equal(fake_objects(), 0);
 }
 
+static void a_mark_tells_how_its_pass_ended(void **state)
+{
+    library_device_t *device = rank_of(1);
+    cuda_stream_t stream;
+    uint64_t first, second, mark;
+    assert_int_equal(cuda_stream_create(&device->device, false, &stream), XP_OK);
+    xpool_ffn_call_t call = call_of(1);
+    call.stream = stream;
+    assert_int_equal(library_device_look(device, 0, SOON), XP_INVALID); /* nobody made it */
+    assert_int_equal(library_device_ffn(device, &call), XP_OK);
+    assert_int_equal(library_device_mark(device, stream, &first), XP_OK);
+    next_status = XP_TIMEOUT;
+    assert_int_equal(library_device_ffn(device, &call), XP_OK);
+    assert_int_equal(library_device_mark(device, stream, &second), XP_OK);
+    assert_int_equal(library_device_look(device, first, SOON), XP_OK);
+    assert_int_equal(library_device_look(device, second, SOON), XP_TIMEOUT);
+    assert_non_null(strstr(xp_error_last()->text, "no answer from the FFN tier"));
+    /* What was asked after it changes nothing of what the first pass was. */
+    assert_int_equal(library_device_look(device, first, SOON), XP_OK);
+
+    /* A stream that has not passed its mark yet. */
+    device->marks[first % MARKS].status = MARK_OPEN;
+    assert_int_equal(library_device_look(device, first, SOON), XP_RETRY);
+
+    for (uint32_t i = 0; i < MARKS; i++)
+        assert_int_equal(library_device_mark(device, stream, &mark), XP_OK);
+    assert_int_equal(library_device_look(device, second, SOON), XP_INVALID);
+    assert_non_null(strstr(xp_error_last()->text, "are kept"));
+
+    cuda_graph_exec_t graph;
+    assert_int_equal(cuda_capture_begin(&device->device, stream), XP_OK);
+    assert_int_equal(library_device_mark(device, stream, &mark), XP_INVALID);
+    assert_int_equal(cuda_capture_end(&device->device, stream, &graph), XP_OK);
+    cuda_graph_destroy(&device->device, graph);
+    cuda_stream_destroy(&device->device, stream);
+    library_device_destroy(device);
+    assert_int_equal(fake_objects(), 0);
+}
+
+static void calls_are_counted_by_how_they_come(void **state)
+{
+    library_device_t *device = rank_of(1);
+    library_device_counts_t counts;
+    cuda_stream_t stream;
+    cuda_graph_exec_t graph;
+    assert_int_equal(cuda_stream_create(&device->device, false, &stream), XP_OK);
+    xpool_live_t live = {
+        .struct_bytes = sizeof(live), .rows = 2, .step = XPOOL_DECODE, .stream = stream};
+    assert_int_equal(library_device_live(device, &live, NULL), XP_OK);
+    xpool_ffn_call_t call = call_of(ROWS);
+    call.stream = stream;
+    assert_int_equal(library_device_ffn(device, &call), XP_OK);
+    call.step = XPOOL_DECODE;
+    call.live_on_device = 1;
+    assert_int_equal(library_device_live(device, &live, NULL), XP_OK);
+    for (int i = 0; i < 2; i++)
+        assert_int_equal(library_device_ffn(device, &call), XP_OK);
+    assert_int_equal(cuda_capture_begin(&device->device, stream), XP_OK);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(library_device_ffn(device, &call), XP_OK);
+    assert_int_equal(cuda_capture_end(&device->device, stream, &graph), XP_OK);
+    for (int i = 0; i < 2; i++)
+        assert_int_equal(cuda_graph_launch(&device->device, graph, stream), XP_OK);
+    library_device_counts(device, SOON, &counts);
+    assert_int_equal(counts.eager_prefill, 1);
+    assert_int_equal(counts.eager_decode, 2);
+    assert_int_equal(counts.captured, 3);
+    assert_int_equal(counts.replayed, 2 * 3);
+    assert_int_equal(counts.calls, 3 + 2 * 3);
+    assert_int_equal(counts.rows, ROWS + (2 + 2 * 3) * 2); /* live ones, not the tensors' */
+    assert_int_equal(library_device_count_anew(device, SOON), XP_OK);
+    assert_int_equal(cuda_graph_launch(&device->device, graph, stream), XP_OK);
+    library_device_counts(device, SOON, &counts);
+    assert_int_equal(counts.eager_prefill + counts.eager_decode, 0);
+    assert_int_equal(counts.replayed, 3);
+    assert_int_equal(counts.rows, 3 * 2);
+    cuda_graph_destroy(&device->device, graph);
+    cuda_stream_destroy(&device->device, stream);
+    library_device_destroy(device);
+    assert_int_equal(fake_objects(), 0);
+}
+
 static void the_engines_own_context_stays_current(void **state)
 {
     library_device_t *device = rank_of(1);
@@ -412,6 +503,8 @@ int main(void)
         cmocka_unit_test(data_parallel_ranks_tell_the_counts_of_all),
         cmocka_unit_test(what_is_wrong_is_refused_and_nothing_queued),
         cmocka_unit_test(the_verdict_is_what_the_kernels_met),
+        cmocka_unit_test(a_mark_tells_how_its_pass_ended),
+        cmocka_unit_test(calls_are_counted_by_how_they_come),
         cmocka_unit_test(the_engines_own_context_stays_current),
         cmocka_unit_test(nothing_is_left_whichever_call_fails),
     };

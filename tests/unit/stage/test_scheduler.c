@@ -166,6 +166,96 @@ static void test_chunks(void **state)
     assert_int_equal(s->chunk.end, (3 * STAGE_JOB_CHUNK / RIG_HIDDEN - 1) * RIG_HIDDEN);
 }
 
+/* A brief says what its line says, or that it does not. */
+static void test_briefs(void **state)
+{
+    static const uint64_t sequences[] = {1,          0x7fffffff, 0x80000000,
+                                         0xffffffff, 1ull << 32, (1ull << 40) + 5};
+    for (uint32_t n = 0; n < 6; n++)
+        for (uint32_t step = 1; step <= 3000; step += 2999) {
+            const stage_line_t said = {.sequence = sequences[n] + step,
+                                       .layer = MAILBOX_LAYER_LIMIT - 1,
+                                       .rows = MAILBOX_MAX_ROWS,
+                                       .kind = MAILBOX_KIND_COUNT - 1,
+                                       .dp_rows = {MAILBOX_MAX_ROWS}};
+            stage_line_t line = said, read;
+            assert_true(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            assert_memory_equal(&said, &read, sizeof(said));
+            /* An older one, and the same one. */
+            assert_false(stage_brief_read(stage_brief_make(&line), line.sequence + 1, &read));
+            assert_false(stage_brief_read(stage_brief_make(&line), line.sequence, &read));
+            line.dp_rows[0]--;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            line = said;
+            line.layer++;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            line = said;
+            line.rows = line.dp_rows[0] = 1u << STAGE_BRIEF_ROWS_BITS;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+            line = said;
+            line.kind = 4;
+            assert_false(stage_brief_read(stage_brief_make(&line), sequences[n], &read));
+        }
+}
+
+/* The short way of a rank and a member that are alone leaves everything as the general steps do. */
+static void test_alone_is_as_the_general_steps(void **state)
+{
+    for (int execution = 0; execution < 3; execution++)
+        for (uint32_t rows = 0; rows <= RIG_ROWS; rows += RIG_ROWS / 2) {
+            rig.ffns = 1;
+            shape(0, 1, 1, 0, 1);
+            make(execution > 0, FABRIC_POLICY_DEADLINE);
+            rig.ffn[0].lease = execution == 1;
+            attach_all();
+            pass(0, 1, rows_of[0], 1);
+            turns(SETTLE + 1);
+            stage_scheduler_t *s = rig.ffn[0].scheduler;
+            rig_put(&rig, 0, 0, 2, &rows, 2);
+            assert_true(stage_scheduler_line_changed(s, 0));
+            assert_true(s->turn % STAGE_LOOK_TURNS != 0);
+            const uint32_t changed[STAGE_LINES / 32] = {1};
+            stage_scheduler_t before = *s, after[2];
+            ffn_cuda_lane_t lane[2];
+            ffn_cuda_answer_t answer[2];
+            ffn_cuda_command_t command[2];
+            for (int general = 0; general < 2; general++) {
+                *s = before;
+                s->work[0].alone = !general;
+                if (execution == 1)
+                    rig.ffn[0].queue->entries[before.poster.commands].sequence = 0;
+                assert_true(stage_scheduler_turn(s, changed, 0, 77));
+                assert_int_equal(s->work[0].phase, execution ? STAGE_RUNNING : STAGE_JOB);
+                assert_int_equal(s->work[0].lane_held, 1);
+                s->work[0].alone = 0;
+                memset(&s->incoming, 0, sizeof(s->incoming)); /* only the general steps use it */
+                after[general] = *s;
+                if (!execution)
+                    continue;
+                lane[general] = *s->dispatch->lanes[s->work[0].lane].lane;
+                answer[general] = *s->dispatch->lanes[s->work[0].lane].answer;
+                command[general] = rig.ffn[0].queue->entries[before.poster.commands];
+            }
+            assert_memory_equal(&after[0], &after[1], sizeof(after[0]));
+            assert_int_equal(s->counts.resident - before.counts.resident, execution == 1);
+            assert_int_equal(s->counts.host - before.counts.host, execution == 2);
+            if (execution) {
+                assert_memory_equal(&lane[0], &lane[1], sizeof(lane[0]));
+                assert_memory_equal(&answer[0], &answer[1], sizeof(answer[0]));
+                assert_memory_equal(&command[0], &command[1], sizeof(command[0]));
+            }
+            /* What is not quite so common is left to the general steps. */
+            *s = before;
+            s->closing = 1;
+            assert_true(stage_scheduler_turn(s, changed, 0, 77));
+            assert_int_equal(s->work[0].phase, STAGE_IDLE);
+            teardown(NULL);
+        }
+    rig.ffns = 1; /* for the last teardown */
+    shape(0, 1, 1, 0, 1);
+    make(false, 0);
+}
+
 static void two_ranks(void)
 {
     rig.ffns = 1;
@@ -217,7 +307,9 @@ static void test_bad_lines_drop_their_instance(void **state)
                                                    : 0,
                                .kind = what == 3 ? MAILBOX_KIND_COUNT : 0};
         line->dp_rows[0] = what == 1 ? RIG_ROWS + 1 : 0;
-        stage_line_publish(line, what == 4 ? 0 : 2);
+        stage_line_t value = *line;
+        value.sequence = what == 4 ? 0 : 2;
+        stage_line_publish(line, &value);
         turns(SETTLE);
         assert_int_equal(transport_slot_state(rig.ffn[0].table->instance[0].now),
                          TRANSPORT_SLOT_DROPPED);
@@ -243,6 +335,52 @@ static void test_bad_lines_drop_their_instance(void **state)
     }
 }
 
+/* What one member finds wrong ends the Instance for the others too, long before they would call
+ * that member late, which is the end of the Generation. */
+static void test_an_instance_that_a_member_dropped_is_waited_for_by_nobody(void **state)
+{
+    for (int what = 0; what < 3; what++) {
+        rig.ffns = 2;
+        shape(0, 2, 1, FABRIC_DELIVERY_REPLICATED_COMPLETE, 3);
+        shape(1, 1, 1, 0, 1);
+        make(true, 0);
+        attach_all();
+        pass(0, 0, (const uint32_t[]){1}, 0);
+        stage_scheduler_t *s = rig.ffn[0].scheduler;
+        const uint32_t lanes = s->lanes_free;
+        for (uint32_t r = 0; r < (what == 2 ? 1u : 2u); r++)
+            rig_put(&rig, 0, r, 1, (const uint32_t[]){3}, 1);
+        if (what < 2) { /* the other member's copy of the second rank's line is bad */
+            stage_line_t *line = &((stage_page_t *)rig.ffn[1].stage[0])->lines[1];
+            line->layer = RIG_LAYERS;
+            rig_turn(&rig, 0, rig.now_ns);
+            assert_true(rig_runtime(&rig, 0));
+            rig_turn(&rig, 0, rig.now_ns);
+            assert_int_equal(s->work[0].phase, STAGE_PARTIALS);
+        } else { /* the second rank ends instead of coming */
+            rig_turn(&rig, 0, rig.now_ns);
+            assert_int_equal(s->work[0].phase, STAGE_GATHERING);
+            mailbox_close((mailbox_arena_t *)rig.instance[0].rank[1].arena, XP_CLOSED);
+        }
+        for (uint32_t n = 0; what < 2 && n < SETTLE; n++)
+            rig_turn(&rig, 1, rig.now_ns);
+        rig.now_ns += what == 1 ? 2000000 : 200000; /* late as well: closed counts first */
+        turns(2 * SETTLE);
+        for (uint32_t f = 0; f < 2; f++) {
+            assert_int_equal(rig.ffn[f].table->failure.kind, STAGE_FAILURE_NONE);
+            if (what == 2 && f == 1)
+                continue; /* its wait has just begun */
+            assert_int_equal(transport_slot_state(rig.ffn[f].table->instance[0].now),
+                             TRANSPORT_SLOT_DROPPED);
+            assert_int_equal(rig.ffn[f].table->instance[0].reason, what == 2 ? XP_CLOSED : XP_PEER);
+        }
+        assert_int_equal(s->lanes_free, lanes);
+        pass(1, 2, (const uint32_t[]){6}, 1);
+        if (what < 2)
+            teardown(NULL);
+    }
+}
+
 /* A layer whose group this FfnAgent does not belong to is nonsense in its stage. */
 static void test_foreign_layer(void **state)
 {
@@ -253,7 +391,7 @@ static void test_foreign_layer(void **state)
     attach_all();
     stage_line_t *line = &((stage_page_t *)rig.ffn[0].stage[0])->lines[0];
     line->layer = 5;
-    stage_line_publish(line, 1);
+    stage_line_publish(line, &(stage_line_t){.sequence = 1, .layer = 5});
     turns(4);
     assert_int_equal(rig.ffn[0].table->instance[0].reason, XP_PEER);
 }
@@ -691,10 +829,14 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(test_shapes, teardown),
         cmocka_unit_test_teardown(test_layers_on_different_groups, teardown),
+        cmocka_unit_test(test_briefs),
+        cmocka_unit_test_teardown(test_alone_is_as_the_general_steps, teardown),
         cmocka_unit_test_teardown(test_chunks, teardown),
         cmocka_unit_test_teardown(test_disagreement_names_both, teardown),
         cmocka_unit_test_teardown(test_row_counts_must_agree, teardown),
         cmocka_unit_test_teardown(test_bad_lines_drop_their_instance, teardown),
+        cmocka_unit_test_teardown(test_an_instance_that_a_member_dropped_is_waited_for_by_nobody,
+                                  teardown),
         cmocka_unit_test_teardown(test_foreign_layer, teardown),
         cmocka_unit_test_teardown(test_abandon, teardown),
         cmocka_unit_test_teardown(test_late_rank, teardown),

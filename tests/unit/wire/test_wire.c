@@ -145,6 +145,15 @@ static void the_socket_path_has_one_owner_and_is_taken_over_when_stale(void **st
     wire_unlisten(path, listener, lock);
     struct stat info;
     assert_int_not_equal(stat(path, &info), 0);
+    /* Claimed is not yet open. */
+    assert_int_equal(wire_claim(path, &lock), XP_OK);
+    assert_int_equal(wire_listen(path, &second, &second_lock), XP_INVALID);
+    assert_int_equal(wire_connect(path, &client), XP_RETRY);
+    assert_int_equal(wire_open(path, &listener), XP_OK);
+    assert_int_equal(wire_connect(path, &client), XP_OK);
+    close(client);
+    wire_unlisten(path, listener, lock);
+    assert_int_not_equal(stat(path, &info), 0);
     char command[200];
     snprintf(command, sizeof(command), "rm -r %s", folder);
     assert_int_equal(system(command), 0);
@@ -159,6 +168,9 @@ static void a_path_that_is_no_socket_is_left_alone(void **state)
     int listener, lock;
     assert_int_equal(wire_listen(path, &listener, &lock), XP_INVALID);
     assert_non_null(strstr(xp_error_last()->text, "not a socket"));
+    assert_int_equal(wire_claim(path, &lock), XP_OK);
+    assert_int_equal(wire_open(path, &listener), XP_INVALID);
+    wire_unlisten(path, -1, lock);
     assert_int_equal(unlink(path), 0);
     char lock_path[64];
     snprintf(lock_path, sizeof(lock_path), "%s.lock", path);

@@ -1,0 +1,855 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""SGLang with CrossPool on two GPUs, beside SGLang alone with the same arguments.
+
+    benches/sglang_gpu.py --build BUILD [--out FOLDER] [--only STEP[,STEP...]] [--resume [FOLDER]] [--budget SECONDS]
+                          [--site FOLDER] [--trace CSV] [--rehearse]
+
+Steps, in this order where none are named:
+
+    latency   one model of real size, dummy weights: TTFT, time between tokens (TBT), alone on one GPU and with
+              attention on cuda:0, FFN on cuda:1; batch 1, 8, 32, contexts of 1K and 8K; where the time goes
+    memory    what a server holds on its GPU, measured when it ends (taken from the same start)
+    tokens    64 greedy tokens on small checkpoints of each family: graphs and eager, attention (TP, DP) (1, 1)
+    kill      kill -9 of one SGLang scheduler in mid-decode; the others' tokens (in the system of `tokens`)
+    cold      three MoE models at a few requests a second each, beside a static split of the same two GPUs
+    layouts   tokens of (2, 1) and (1, 2), both roles on both GPUs
+    spread    how dummy routers spread tokens over experts
+    more      `latency` of the other models
+
+A row is written to OUT/sglang_gpu.json as soon as it is known; what has not been run stands there without a
+value. `--resume` keeps the rows of such a file and measures only what has none. `--budget` stops in order when
+the time is over. The run fails when SGLang has not captured its graphs, when its log tells of a decode step
+outside them, or when the Instances count a call outside graphs in decode, or none in graphs.
+
+`--rehearse` takes the same way with small checkpoints on CPU devices. Needs SGLang in the interpreter, or in
+--site (tests/cuda/sglang_bundle brings it to a machine without network).
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+
+import open_client
+import results
+import sglang_models
+import sglang_servers
+import sglang_spread
+from sglang_servers import Fleet, Model, harness
+
+ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "spread", "more")
+MODELS = ("Qwen3-30B-A3B", "Qwen3-14B", "DeepSeek-V2-Lite", "GLM-4.7-Flash")
+COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
+FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v2", "glm4-moe-lite")
+START_S = 140  # what a start of servers of real size may take before there is a number of this run
+ROUNDING = 0.25  # of two log-probabilities: what BF16 may change
+LEAST_TOKENS = 10000
+RATIO = 3  # which of a cell's rows it is
+PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more to tell decode from prefill
+
+
+class OutOfTime(Exception):
+    """The budget is used up."""
+
+
+class Sizes:
+    """How much of everything."""
+
+    def __init__(self, rehearse):
+        self.contexts, self.batches = ((16, 48), (1, 2)) if rehearse else ((1024, 8192), (1, 8, 32))
+        self.new_tokens = 6 if rehearse else 128
+        self.rounds = {1: 1} if rehearse else {1: 3, 8: 2, 32: 1}
+        self.greedy = 8 if rehearse else 64
+        self.prompts = 2 if rehearse else 8
+        self.kill_tokens = 80 if rehearse else 700
+        self.rows, self.context = (64, 512) if rehearse else (4096, 16384)
+        self.kv_tokens = 2048 if rehearse else 270336
+        self.cold_kv_tokens = 2048 if rehearse else 65536
+        self.cold_seconds = 6 if rehearse else 45
+        self.cold_prompt, self.cold_answer = (60, 8) if rehearse else (8192, 1024)
+
+
+class Book:
+    """The rows, in a file that is complete after each of them."""
+
+    def __init__(self, path, machine, before, planned):
+        self.path, self.machine = path, machine
+        self.rows = {metric: self.missing(metric) for metric in planned}
+        if before and before.exists():
+            for row in json.loads(before.read_text())["rows"]:
+                self.rows[row["metric"]] = row
+
+    @staticmethod
+    def missing(metric):
+        return {**results.row(metric, 0, ""), "value": None, "note": "not run yet"}
+
+    def has(self, metric):
+        return self.rows.get(metric, {}).get("value") is not None
+
+    def add(self, *rows):
+        for row in rows:
+            self.rows[row["metric"]] = row
+        results.show(rows)
+        self.write()
+
+    def write(self):
+        data = {
+            "bench": "sglang_gpu",
+            "machine": self.machine,
+            "date": datetime.date.today().isoformat(),
+            "commit": results.commit(),
+            "command": " ".join(["benches/sglang_gpu.py", *sys.argv[1:]]),
+            "rows": list(self.rows.values()),
+        }
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(data, indent=1) + "\n")
+        partial.rename(self.path)
+
+
+class Samples:
+    """What was measured of one side, kept in files of OUT so that the other may be measured in a later run."""
+
+    def __init__(self, out, before):
+        self.out, self.kinds = out, {}
+        for path in sorted(before.glob("sglang_*.samples")) if before else ():
+            self.kinds[path.stem.removeprefix("sglang_")] = json.loads(path.read_text())
+            if before != out:
+                (out / path.name).write_bytes(path.read_bytes())
+
+    def get(self, kind, key):
+        return self.kinds.get(kind, {}).get(key)
+
+    def keep(self, kind, key, value):
+        self.kinds.setdefault(kind, {})[key] = value
+        (self.out / f"sglang_{kind}.samples").write_text(json.dumps(self.kinds[kind]))
+        return value
+
+
+class Run:
+    """What all steps share."""
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.sizes = Sizes(arguments.rehearse)
+        self.host = sglang_servers.Cpus() if arguments.rehearse else sglang_servers.Gpus(arguments.site, arguments.caches)
+        self.end = time.monotonic() + arguments.budget
+        self.fleet = None
+        self.failures = []
+        self.start_s = START_S
+        self.samples = Samples(arguments.out, arguments.resume)
+        planned = [f"{cell_name(m, c, b)}.ratio" for m in arguments.models for c in self.sizes.contexts for b in self.sizes.batches]
+        planned = ["tbt.one_model.sglang_ratio", *planned]
+        planned += [f"sglang.memory.{m}.gib" for m in arguments.models]
+        planned += [f"sglang.tokens.{c}.{mode}.1x1.agreement" for c in checkpoints(arguments) for mode in self.modes()]
+        planned += ["sglang.kill.wrong_tokens", "sglang.kill.left_mib"]
+        planned += ["tbt.cold_models.p99_static_ratio", *(f"sglang.cold.{r:g}.tbt_p99_ms" for r in arguments.rates)]
+        planned += [f"sglang.tokens.{c}.graphs.{x}.agreement" for c, x in layouts(arguments, self.host)]
+        planned += ["sglang.spread.plain.least_tokens", "sglang.spread.crosspool.least_tokens"]
+        name = "sglang_rehearsal.json" if arguments.rehearse else "sglang_gpu.json"
+        self.book = Book(arguments.out / name, self.host.describe(), arguments.resume and arguments.resume / name, planned)
+
+    def modes(self):
+        return ("eager",) if self.arguments.rehearse else ("graphs", "eager")
+
+    def left(self):
+        return self.end - time.monotonic()
+
+    def need(self, seconds, what):
+        if self.left() < seconds:
+            raise OutOfTime(f"{what} needs about {seconds:.0f} s, {self.left():.0f} s are left")
+
+    def start(self, name, **what):
+        """The Fleet of this name: the running one, or a new one in its place."""
+        if self.fleet is not None and self.fleet.name == name:
+            return self.fleet
+        self.stop()
+        self.need(self.start_s + 30, f"starting {name}")
+        self.fleet = Fleet(self.host, self.arguments, name, **what)
+        self.fleet.start()
+        self.fleet.ready(min(self.host.start_s, self.left() - 15))
+        self.start_s = 1.2 * (time.monotonic() - self.fleet.began)
+        return self.fleet
+
+    def stop(self):
+        fleet, self.fleet = self.fleet, None
+        if fleet is None:
+            return
+        clean = fleet.end()
+        if self.arguments.keep_logs:
+            self.keep_logs(fleet)
+        left = self.memory_left(fleet)
+        print(f"    {fleet.name}: ended {'in order' if clean else 'BY FORCE'}; {left} MiB of GPU memory left", flush=True)
+        if fleet.roles and not clean:
+            self.failures.append(f"{fleet.name} did not end in order")
+
+    def keep_logs(self, fleet):
+        """Both ends of the Fleet's logs, in one archive of all of them."""
+        kept = self.arguments.scratch / "logs"
+        kept.mkdir(exist_ok=True)
+        for log in fleet.folder.glob("*.log"):
+            data = log.read_bytes()
+            (kept / f"{fleet.name}-{log.name}").write_bytes(data if len(data) < 400000 else data[:100000] + data[-300000:])
+        with tarfile.open(self.arguments.out / "logs.tar.gz", "w:gz") as packed:
+            packed.add(kept, "logs")
+
+    def memory_left(self, fleet, seconds=20):
+        """MiB more in use than before the fleet was started, when it has settled."""
+        end = time.monotonic() + seconds
+        while True:
+            left = max(now - then for now, then in zip(self.host.used(), fleet.before, strict=True))
+            if left <= 64 or time.monotonic() > end:
+                return left
+            time.sleep(0.3)
+
+    def real(self, name, kv_tokens=None):
+        """A model of real size; in a rehearsal a small one of its family."""
+        if self.arguments.rehearse:
+            family = {"Qwen3-30B-A3B": "qwen3-moe", "Qwen3-14B": "qwen3-moe"}.get(name, "deepseek-v2")
+            path, dummy = sglang_models.TALES / (family if name != "GLM-4.7-Flash" else "glm4-moe-lite"), False
+        else:
+            path, dummy = sglang_models.real_size(name, self.arguments.scratch / "models"), True
+        s = self.sizes
+        return Model(name, path, dummy=dummy, kv_tokens=kv_tokens or s.kv_tokens, context=s.context, rows=s.rows)
+
+    def small(self, checkpoint, mode, tp=1, dp=1):
+        arguments = self.arguments
+        if checkpoint.startswith("seeded-"):
+            dtype = "f32" if arguments.rehearse else "bf16"
+            family = checkpoint.removeprefix("seeded-")
+            path = sglang_models.seeded(family, arguments.scratch / "models", arguments.build / "bin" / "xpool", dtype)
+        else:
+            path = sglang_models.TALES / checkpoint.removeprefix("tales-")
+        rows = 64 if arguments.rehearse else 512
+        name = f"{checkpoint}-{mode}" + (f"-{tp}x{dp}" if tp * dp > 1 else "")
+        kv_tokens = 2048 if arguments.rehearse else 16384
+        return Model(name, path, mode=mode, tp=tp, dp=dp, kv_tokens=kv_tokens, context=1024, rows=rows, requests=8)
+
+
+def cell_name(model, context, batch):
+    return f"sglang.{model}.{context}.b{batch}"
+
+
+def checkpoints(arguments):
+    if arguments.rehearse:
+        return ["tales-qwen3-moe", "seeded-qwen3"]
+    seeded = FAMILIES if arguments.seeded else FAMILIES[:1]
+    return [*(f"tales-{family}" for family in FAMILIES[1:]), *(f"seeded-{family}" for family in seeded)]
+
+
+def layouts(arguments, host):
+    """[(checkpoint, "TPxDP")]; data parallel attention is for MoE models."""
+    if arguments.rehearse:
+        return [("tales-qwen3-moe", "2x1")]
+    found = [("seeded-qwen3", "2x1")]
+    return found + [(f"tales-{family}", layout) for family in FAMILIES[1:] for layout in ("2x1", "1x2")]
+
+
+# ---- asking ------------------------------------------------------------------------------------------------
+def ids_of(seed, length, vocab):
+    chance = random.Random(seed)
+    return [chance.randrange(16, vocab - 16) for _ in range(length)]
+
+
+def body_of(ids, count):
+    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}}
+
+
+def quantile(values, part):
+    ordered = sorted(values)
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
+
+
+def burst(server, batch, context, count, seed, limit=120):
+    """`batch` requests at once, all different: their Answers."""
+    vocab = sglang_models.facts(server.model.path)["vocab_size"]
+    requests = [(0.0, body_of(ids_of(f"{seed} {i}", context, vocab), count)) for i in range(batch)]
+    answers = open_client.replay(server.port, requests, limit)
+    bad = [a for a in answers if not a.finished or len(a.ids) != count]
+    harness.check(not bad, f"{server.name()}: {len(bad)} of {batch} requests failed (status {bad[0].status if bad else 0})")
+    return answers
+
+
+def steady_gaps(answers):
+    """Times between tokens, seconds, while all streams decode: after the last first token, before the first
+    last one. Tokens that came in one piece count as one."""
+    begin = max(a.due + a.times[0] for a in answers)
+    end = min(a.due + a.times[-1] for a in answers)
+    gaps = []
+    for answer in answers:
+        times = [answer.due + t for t in answer.times]
+        gaps += [b - a for a, b in zip(times, times[1:], strict=False) if a >= begin and b <= end + 1e-9 and b > a]
+    return gaps
+
+
+def all_gaps(answers):
+    return [b - a for answer in answers for a, b in zip(answer.times, answer.times[1:], strict=False)]
+
+
+# ---- checks ------------------------------------------------------------------------------------------------
+def check_graphs(run, servers):
+    """Graphs were captured, and the log tells of no decode step outside them."""
+    if run.host.kind == "cpu":
+        return
+    for server in servers:
+        if server.model.mode == "eager":
+            continue
+        captured = server.captured()
+        harness.check("cuda" in captured, f"{server.name()}: SGLang did not report a captured decode graph\n{server.tail()}")
+        if "piecewise" not in captured and server.model.dp == 1:
+            run.failures.append(f"{server.name()}: no piecewise prefill graph was captured")
+        eager = server.batches().get(("Decode", False), 0)
+        harness.check(eager == 0, f"{server.name()}: {eager} lines of the log tell of decode steps outside graphs")
+
+
+class Replayed:
+    """Counts an Instance's calls around a measurement."""
+
+    def __init__(self, run, name, since=None):
+        self.run, self.name = run, name
+        self.before = since and since.after  # nothing was asked since then
+
+    def __enter__(self):
+        self.before = self.before or self.run.fleet.counters(self.name)
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is None:
+            self.after = self.run.fleet.counters(self.name)
+            self.layers = self.after["layers"]
+            self.delta = {key: value - self.before[key] for key, value in self.after.items() if key != "layers"}
+        return False
+
+    def layer(self, prefill=None, times=0):
+        """What one call of a layer took, us, without what `prefill` counted, `times` times."""
+        delta = dict(self.delta)
+        if prefill is not None:
+            delta = {key: value - times * prefill.delta[key] for key, value in delta.items()}
+        calls = max(delta["invocations"], 1)
+        found = {"calls": calls, "execution": delta["busy_ns"] / calls / 1e3, "waiting": delta["queue_ns"] / calls / 1e3}
+        if delta.get("rank_ffn_wait_ns") and delta["rank_ffn_calls"]:
+            found["round_trip"] = delta["rank_ffn_wait_ns"] / delta["rank_ffn_calls"] / 1e3
+        return found
+
+    def check(self, steps):
+        """At least `steps` decode steps, all of them replayed."""
+        if self.run.host.kind == "cpu":
+            return
+        harness.check("rank_replayed_calls" in self.delta, f"the daemon does not tell {self.name}'s calls in graphs")
+        eager, replayed = self.delta["rank_eager_decode_calls"], self.delta["rank_replayed_calls"]
+        harness.check(eager == 0, f"{self.name}: {eager} FFN calls of decode steps outside graphs")
+        least = steps * self.layers
+        harness.check(replayed >= least, f"{self.name}: {replayed} replayed FFN calls, {least} or more were expected")
+
+    def words(self):
+        found = {key: self.delta.get(f"rank_{key}_calls", 0) for key in ("replayed", "eager_decode", "eager_prefill")}
+        return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items())
+
+
+# ---- latency and memory ------------------------------------------------------------------------------------
+def real_fleet(run, name):
+    model = run.real(name)
+    return run.start(f"latency-{name}", vanilla=[(model, run.host.atn)], models=[model])
+
+
+def warm_up(run, name):
+    """Kernels that are compiled at first use, on both sides."""
+    for server in run.fleet.servers():
+        for number, (batch, context) in enumerate([(1, run.sizes.contexts[0]), (run.sizes.batches[-1], 16), (1, run.sizes.contexts[-1])]):
+            burst(server, batch, context, 4, f"warm {number}")
+
+
+def measure_cell(run, server, batch, context):
+    """{ttft, gaps} of all rounds."""
+    found = {"ttft": [], "gaps": []}
+    for number in range(run.sizes.rounds.get(batch, 1)):
+        answers = burst(server, batch, context, run.sizes.new_tokens, f"{context} {batch} {number}")
+        found["ttft"] += [a.times[0] for a in answers]
+        found["gaps"] += steady_gaps(answers)
+    return found
+
+
+def latency_of(run, name):
+    sizes, book = run.sizes, run.book
+    cells = [(c, b) for c in sizes.contexts for b in sizes.batches]
+    if all(book.has(f"{cell_name(name, *cell)}.ratio") for cell in cells):
+        return
+    fleet = real_fleet(run, name)
+    check_graphs(run, fleet.servers())
+    warm_up(run, name)
+    for context, batch in cells:
+        metric = cell_name(name, context, batch)
+        if book.has(f"{metric}.ratio"):
+            continue
+        run.need(10, metric)
+        plain = measure_cell(run, fleet.vanilla[name], batch, context)
+        rounds, prefill = sizes.rounds.get(batch, 1), None
+        if batch * context <= PREFILL_COUNTED:
+            with Replayed(run, name) as prefill:
+                burst(fleet.instances[name], batch, context, 2, "prefill")
+        with Replayed(run, name, since=prefill) as replayed:
+            ours = measure_cell(run, fleet.instances[name], batch, context)
+        replayed.check(rounds * (sizes.new_tokens - 2))
+        check_graphs(run, fleet.servers())
+        words = "decode only" if prefill else "prefill included"
+        rows = cell_rows(metric, plain, ours, replayed.layer(prefill, rounds), replayed.layers, words)
+        rows[RATIO]["note"] += f"; FFN calls: {replayed.words()}"
+        book.add(*rows)
+    ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and r["value"]}
+    worst = max(ratios, key=ratios.get)
+    book.add(results.row("tbt.one_model.sglang_ratio", ratios[worst], "ratio", target="<= 1.15",
+                         note=f"the largest of {len(ratios)} cells: {worst}; median {statistics.median(ratios.values()):.3f}"))
+
+
+def cell_rows(metric, plain, ours, layer, layers, steps):
+    rows = []
+    for key, part, word in (("gaps", 0.5, "tbt_p50"), ("gaps", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50")):
+        values = [quantile(side[key], part) * 1e3 for side in (ours, plain)]
+        rows.append(results.row(f"{metric}.{word}_ms", values[0], "ms", peer=values[1], note=f"of {len(ours[key])}; peer of {len(plain[key])}"))
+    ratio = rows[0]["value"] / rows[0]["peer"]
+    rows.append(results.row(f"{metric}.ratio", ratio, "ratio", target="<= 1.15", note="TBT P50 over that of SGLang alone"))
+    # Where the time of a token is.
+    execution, waiting = layer["execution"], layer["waiting"]
+    words = f"a layer, mean of {layer['calls']} Invocations, {steps}; {layers} layers a token"
+    rows.append(results.row(f"{metric}.split.execution_us", execution, "us", note=words))
+    rows.append(results.row(f"{metric}.split.waiting_us", waiting, "us", note="for a Lane, " + words))
+    if "round_trip" in layer:
+        hops = layer["round_trip"] - execution - waiting
+        rows.append(results.row(f"{metric}.split.mailbox_hops_us", hops, "us", note="what is left of the wait for answers, " + words))
+    rest = rows[0]["value"] * 1e3 - layers * layer.get("round_trip", execution + waiting)
+    rows.append(results.row(f"{metric}.split.attention_us", rest, "us",
+                            note="a token: TBT P50 less all layers' " + ("round trips" if "round_trip" in layer else "execution and waiting; hops are in it")))
+    return rows
+
+
+def step_latency(run):
+    latency_of(run, run.arguments.models[0])
+
+
+def step_more(run):
+    for name in run.arguments.models[1:]:
+        latency_of(run, name)
+        memory_of(run, name)
+
+
+def memory_of(run, name):
+    """Ends both servers of the model, one after the other, and looks at what each gives back."""
+    metric = f"sglang.memory.{name}.gib"
+    if run.book.has(metric) or run.host.kind == "cpu":
+        return
+    fleet = real_fleet(run, name)
+    given = {}
+    entry = next(one for one in fleet.state()["models"] if one["id"] == name)
+    for side, server in (("vanilla", fleet.vanilla[name]), ("crosspool", fleet.instances[name])):
+        before = run.host.used()[0]
+        server.end()
+        end, after = time.monotonic() + 15, before
+        while time.monotonic() < end:
+            time.sleep(0.5)
+            now = run.host.used()[0]
+            if now == after and now < before:
+                break
+            after = now
+        given[side] = (before - after) / 1024
+    logs = {side: servers[name].loaded_gb() for side, servers in (("plain", fleet.vanilla), ("ours", fleet.instances))}
+    run.book.add(
+        results.row(metric, given["crosspool"], "GiB", peer=given["vanilla"],
+                    note=f"memory of cuda:0 given back when the server ended; both with a KV Cache of {fleet.models[0].kv_tokens} tokens"),
+        results.row(f"sglang.memory.{name}.attention_weights_gib", entry["attention_weight_bytes"] / 2**30, "GiB",
+                    note=f"held by the Instance; {entry['ffn_weight_bytes'] / 2**30:.2f} GiB of FFN weights on the FFN side; "
+                    f"SGLang's own account of loading: {logs['ours']} GB, alone {logs['plain']} GB"),
+    )
+    run.stop()
+
+
+def step_memory(run):
+    memory_of(run, run.arguments.models[0])
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+def small_fleet(run):
+    modes = run.modes()
+    models = [run.small(c, mode) for mode in modes for c in checkpoints(run.arguments)]
+    extra = [run.small(checkpoints(run.arguments)[0], f"{modes[0]}-{n}") for n in range(run.arguments.more_victims)]
+    for model in extra:
+        model.mode = modes[0]
+    return run.start("small", vanilla=[(m, run.host.atn) for m in models], models=models + extra)
+
+
+def prompts_of(run, path):
+    vocab = sglang_models.facts(path)["vocab_size"]
+    found = [ids_of(f"prompt {i}", length, vocab) for i, length in enumerate((5, 17, 64, 128, 200, 31, 90, 2))]
+    golden = path / "golden.json"
+    if golden.exists():
+        found = [prompt["ids"] for prompt in json.loads(golden.read_text())["prompts"]] + found
+    return found[: run.sizes.prompts]
+
+
+def greedy(run, server):
+    """[(tokens, distance of the best two log-probabilities at each)]: the first prompts alone, the others
+    together."""
+    prompts = prompts_of(run, server.model.path)
+    more = {"return_logprob": True, "top_logprobs_num": 2}
+    answers = []
+    for group in [[p] for p in prompts[:2]] + [prompts[2:]]:
+        if group:
+            answers += server.post("/generate", {**body_of(group, run.sizes.greedy), **more})
+    found = []
+    for answer in answers:
+        tops = answer["meta_info"]["output_top_logprobs"]
+        found.append((answer["output_ids"], [top[0][0] - top[1][0] for top in tops]))
+        harness.check(len(answer["output_ids"]) == run.sizes.greedy, f"{server.name()}: {len(answer['output_ids'])} tokens")
+    return found
+
+
+def compare(metric, plain, ours):
+    """Rows: the share of tokens before the first that differs, and how many prompts part where the best two
+    were further apart than rounding."""
+    same = total = wrong = 0
+    parted = []
+    for (want, gaps), (got, _) in zip(plain, ours, strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), len(want))
+        same, total = same + first, total + len(want)
+        if first < len(want):
+            parted.append((gaps[first], first))
+            wrong += gaps[first] > ROUNDING
+    words = f"{len(plain)} prompts of {len(plain[0][0])} tokens"
+    if parted:
+        words += "; part at (distance of the best two: token) " + ", ".join(f"{gap:.3f}: {at}" for gap, at in sorted(parted)[::-1])
+    return [
+        results.row(f"{metric}.agreement", same / total, "fraction", note=words),
+        results.row(f"{metric}.wrong", wrong, "prompts", target="<= 0", note=f"part where the best two are more than {ROUNDING} apart"),
+    ]
+
+
+def step_tokens(run):
+    todo = [(c, mode) for mode in run.modes() for c in checkpoints(run.arguments)]
+    todo = [(c, mode) for c, mode in todo if not run.book.has(f"sglang.tokens.{c}.{mode}.1x1.agreement")]
+    if not todo:
+        return
+    fleet = small_fleet(run)
+    check_graphs(run, fleet.servers())
+    for checkpoint, mode in todo:
+        run.need(5, f"tokens of {checkpoint}")
+        name = f"{checkpoint}-{mode}"
+        plain = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
+        with Replayed(run, name) as replayed:
+            ours = greedy(run, fleet.instances[name])
+        if mode == "graphs":
+            replayed.check(run.sizes.greedy - 2)
+        run.book.add(*compare(f"sglang.tokens.{checkpoint}.{mode}.1x1", plain, ours))
+    check_graphs(run, fleet.servers())
+
+
+def step_layouts(run):
+    todo = [(c, x) for c, x in layouts(run.arguments, run.host) if not run.book.has(f"sglang.tokens.{c}.graphs.{x}.agreement")]
+    if not todo:
+        return
+    mode = "eager" if run.arguments.rehearse else "graphs"
+    atn, ffn = run.host.both
+    pairs = {(c, x): run.small(c, mode, *map(int, x.split("x"))) for c, x in todo}
+    plain = {c: run.small(c, mode) for c, _ in todo}
+    # `tokens` has asked SGLang alone already, in this run or the one before.
+    fleet = run.start("layouts", vanilla=[(m, run.host.atn) for m in plain.values() if not run.samples.get("tokens", m.name)],
+                      models=pairs.values(), atn=atn, ffn=ffn)
+    for (checkpoint, layout), model in pairs.items():
+        run.need(5, f"tokens of {model.name}")
+        name = plain[checkpoint].name
+        truth = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
+        ours = greedy(run, fleet.instances[model.name])
+        run.book.add(*compare(f"sglang.tokens.{checkpoint}.graphs.{layout}", truth, ours))
+    check_graphs(run, fleet.servers())
+
+
+# ---- kill --------------------------------------------------------------------------------------------------
+def stream(server, ids, count):
+    return harness.Stream(server.port, "/generate", {**body_of(ids, count), "stream": True}, 120)
+
+
+def step_kill(run):
+    """Survivors stream while one victim after the other is killed; each stream is compared with the same
+    without a kill."""
+    if run.book.has("sglang.kill.wrong_tokens"):
+        return
+    fleet = small_fleet(run)
+    graphs = [s for s in fleet.instances.values() if s.model.mode == run.modes()[0]]
+    survivors = graphs[:2] if len(graphs) > 2 else graphs[:1]
+    victims = [s for s in fleet.instances.values() if s not in survivors][: run.arguments.kills]
+    count = run.sizes.kill_tokens
+    prompts = {s.model.name: prompts_of(run, s.model.path)[0] for s in fleet.instances.values()}
+    # Twice: what an Instance says in an idle system and beside a busy one has to be the same to be compared.
+    truth = {}
+    for _ in range(2):
+        began = time.monotonic()
+        streams = [(s, stream(s, prompts[s.model.name], count)) for s in survivors]
+        for server, one in streams:
+            ids = one.result(120)
+            harness.check(truth.setdefault(server.model.name, ids) == ids, f"{server.name()}: other tokens without any kill")
+        took = time.monotonic() - began
+    chance = random.Random(f"kill {os.getpid()}")
+    wrong, killed, delays = 0, 0, []
+    for victim in victims:
+        run.need(took + 10, "a kill")
+        pids = victim.schedulers()
+        harness.check(len(pids) == 1, f"{victim.name()} has schedulers {pids}")
+        dying = stream(victim, prompts[victim.model.name], min(3 * count, 900))
+        dying.wait(3)
+        streams = [(s, stream(s, prompts[s.model.name], count)) for s in survivors]
+        for _, one in streams:
+            one.wait(3)
+        time.sleep(chance.uniform(0, 0.3 * took))
+        os.kill(pids[0], signal.SIGKILL)
+        lengths = [len(one.ids) for _, one in streams]
+        if max(lengths) < count and not dying.done:
+            killed += 1
+        else:
+            print(f"    {victim.name()}: all was said before the kill, which does not count", flush=True)
+        for server, one in streams:
+            ids = one.result(60)
+            different = sum(a != b for a, b in zip(ids, truth[server.model.name], strict=False)) + abs(len(ids) - count)
+            wrong += different
+        delays.append(f"{victim.model.name} at {lengths[0]}")
+        victim.end()
+    harness.check(killed > 0, "no scheduler was killed in mid-decode")
+    run.book.add(results.row("sglang.kill.wrong_tokens", wrong, "tokens", target="<= 0",
+                             note=f"{killed} schedulers killed in mid-decode (token of the survivors: {'; '.join(delays)}); "
+                             f"{len(survivors)} survivors, {count} tokens each time"))
+    # Everything at once; the Fleet is no longer one.
+    run.fleet = None
+    left_over, before = fleet.kill_all()
+    if run.arguments.keep_logs:
+        run.keep_logs(fleet)
+    run.book.add(results.row("sglang.kill.left_mib", run.memory_left(fleet), "MiB", target="<= 64",
+                             note=f"of GPU memory after kill -9 of every process; of MPS: {', '.join(before) or 'nothing'}, "
+                             f"after the next daemon's start and end: {', '.join(left_over) or 'nothing'}"))
+    if left_over:
+        run.failures.append(f"kill -9 of everything left {left_over}")
+
+
+# ---- several cold models -----------------------------------------------------------------------------------
+def read_trace(path):
+    """[(prompt tokens, answer tokens)] of the trace's conversations."""
+    with open(path, newline="") as file:
+        return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+
+
+def arrivals(run, name, rate, vocab, lengths):
+    """[(seconds, body)]: Poisson, the same each time."""
+    chance = random.Random(f"cold {name} {rate}")
+    at, found, sizes = 0.0, [], run.sizes
+    while True:
+        at += chance.expovariate(rate)
+        if at > sizes.cold_seconds:
+            break
+        prompt, answer = lengths[chance.randrange(len(lengths))]
+        prompt, answer = min(max(prompt, 4), sizes.cold_prompt), min(max(answer, 2), sizes.cold_answer)
+        found.append((at, body_of(ids_of(f"{name} {rate} {len(found)}", prompt, vocab), answer)))
+    return found
+
+
+def cold_load(run, servers, rate, lengths):
+    """{model: Answers} of an open-loop load on all servers at once."""
+    answers, errors = {}, []
+
+    def one(server):
+        try:
+            vocab = sglang_models.facts(server.model.path)["vocab_size"]
+            requests = arrivals(run, server.model.name, rate, vocab, lengths)
+            answers[server.model.name] = open_client.replay(server.port, requests, 30) if requests else []
+        except Exception as error:  # the caller's to judge
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(run.sizes.cold_seconds + 120)
+    if errors:
+        raise errors[0]
+    return answers
+
+
+def cold_summary(answers):
+    whole = {name: [a for a in one if a.finished and a.times] for name, one in answers.items()}
+    every = [a for one in whole.values() for a in one]
+    asked = sum(len(one) for one in answers.values())
+    return {
+        "tbt": [round(gap, 6) for gap in all_gaps(every)],
+        "ttft": [round(a.times[0], 6) for a in every],
+        "by": {name: (quantile(all_gaps(one), 0.99), quantile([a.times[0] for a in one], 0.99)) for name, one in whole.items()},
+        "asked": asked,
+        "unfinished": asked - len(every),
+    }
+
+
+def cold_side(run, side, rates, lengths):
+    """Measures one side, at the rates that are not among the samples yet."""
+    kind = f"cold_{side}"
+    todo = [rate for rate in rates if not run.samples.get(kind, f"{rate:g}")]
+    if not todo:
+        return
+    models = [run.real(name, run.sizes.cold_kv_tokens) for name in COLD]
+    if side == "ours":
+        fleet = run.start("cold-ours", models=models)
+        servers = list(fleet.instances.values())
+    else:
+        gpus = run.host.both[0]
+        fleet = run.start("cold-static", vanilla=[(m, [gpus[i > 0]]) for i, m in enumerate(models)])
+        servers = list(fleet.vanilla.values())
+    check_graphs(run, servers)
+    for server in servers:
+        for batch, context in ((1, 16), (4, run.sizes.contexts[0]), (1, run.sizes.cold_prompt // 2)):
+            burst(server, batch, context, 4, "warm")
+    for rate in todo:
+        run.need(run.sizes.cold_seconds + 25, f"cold models at {rate:g} requests/s")
+        if side == "ours":
+            before = {name: fleet.counters(name) for name in COLD[:1]}
+        one = run.samples.keep(kind, f"{rate:g}", cold_summary(cold_load(run, servers, rate, lengths)))
+        if side == "ours" and run.host.kind == "cuda":
+            eager = fleet.counters(COLD[0])["rank_eager_decode_calls"] - before[COLD[0]]["rank_eager_decode_calls"]
+            harness.check(eager == 0, f"{COLD[0]}: {eager} FFN calls of decode steps outside graphs")
+        print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {quantile(one['tbt'], 0.5) * 1e3:.2f} "
+              f"P99 {quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P50 {quantile(one['ttft'], 0.5) * 1e3:.0f} P99 {quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
+    check_graphs(run, servers)
+
+
+def step_cold(run):
+    rates = run.arguments.rates
+    if all(run.book.has(f"sglang.cold.{rate:g}.tbt_p99_ms") for rate in rates):
+        return
+    if run.arguments.trace:
+        lengths, words = read_trace(run.arguments.trace), f"lengths of {run.arguments.trace.name}"
+    elif run.arguments.rehearse:
+        lengths, words = [(30, 6), (50, 8)], "lengths of a rehearsal"
+    else:
+        raise harness.Failed("cold: --trace names no CSV of conversation lengths")
+    try:
+        for side in ("ours", "static"):
+            cold_side(run, side, rates, lengths)
+    finally:
+        cold_rows(run, rates, words)
+
+
+def cold_rows(run, rates, words):
+    sizes = run.sizes
+    for rate in rates:
+        ours, static = (run.samples.get(f"cold_{side}", f"{rate:g}") for side in ("ours", "static"))
+        if not ours or not static:
+            continue
+        note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
+        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches fixed, {sizes.cold_kv_tokens} tokens a model"
+        rows = []
+        for key, part, word in (("tbt", 0.5, "tbt_p50"), ("tbt", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50"), ("ttft", 0.99, "ttft_p99")):
+            values = [quantile(side[key], part) * 1e3 for side in (ours, static)]
+            each = ""
+            if part == 0.99:
+                index = 0 if key == "tbt" else 1
+                each = "; " + ", ".join(f"{m} {ours['by'][m][index] * 1e3:.1f} (peer {static['by'][m][index] * 1e3:.1f})" for m in ours["by"])
+            rows.append(results.row(f"sglang.cold.{rate:g}.{word}_ms", values[0], "ms", peer=values[1], note=note + each))
+        run.book.add(*rows)
+        if rate == rates[0]:
+            run.book.add(results.row("tbt.cold_models.p99_static_ratio", rows[1]["peer"] / rows[1]["value"], "ratio", target=">= 1",
+                                     note=f"P99 TBT at {rate:g} requests/s each: peer's over ours; peer: {COLD[0]} on one GPU, the others on the other, plain SGLang"))
+
+
+# ---- spread ------------------------------------------------------------------------------------------------
+def step_spread(run):
+    if not all(run.book.has(f"sglang.spread.{side}.least_tokens") for side in ("plain", "crosspool")):
+        sglang_spread.measure(run, COLD[0], LEAST_TOKENS, run.real(COLD[0], run.sizes.cold_kv_tokens), burst)
+
+
+STEPS = {
+    "latency": step_latency,
+    "memory": step_memory,
+    "tokens": step_tokens,
+    "kill": step_kill,
+    "cold": step_cold,
+    "layouts": step_layouts,
+    "spread": step_spread,
+    "more": step_more,
+}
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--only", default=",".join(ORDER), help="steps, in the order in which they are to run")
+    parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True,
+                        help="keep the rows of an earlier run's file in this folder (default: OUT)")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rates", default="0.8,0.4", help="requests/s of each cold model; the first one gives the ratio")
+    parser.add_argument("--trace", type=pathlib.Path, help="CSV with ContextTokens and GeneratedTokens (the Azure trace's conversations)")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--more-victims", type=int, default=4, help="Instances beyond those of `tokens`")
+    parser.add_argument("--seeded", action="store_true", help="seeded checkpoints of all families, not only of the dense one")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--site", type=pathlib.Path, help="folder that goes in front of the servers' PYTHONPATH")
+    parser.add_argument("--caches", type=pathlib.Path, help="archive of compiled kernels of an earlier run; a new one goes to OUT/caches.tar.gz")
+    parser.add_argument("--flags", default="", help="further arguments of all servers, both sides")
+    parser.add_argument("--observe", action="store_true", help="observers on (xpool trace)")
+    parser.add_argument("--keep-logs", action="store_true", help="the ends of all logs go to OUT/logs.tar.gz")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--recorder", action="store_true", help=argparse.SUPPRESS)  # SGLang's, also on a CPU
+    arguments = parser.parse_args()
+    arguments.models = arguments.models.split(",")
+    arguments.rates = [float(rate) for rate in arguments.rates.split(",")]
+    arguments.build, arguments.out = arguments.build.resolve(), arguments.out.resolve()
+    if arguments.rehearse and arguments.out == results.ROOT / "docs" / "results":
+        arguments.out = results.ROOT / ".xpool-cache" / "sglang-rehearsal"
+    arguments.resume = arguments.out if arguments.resume is True else arguments.resume
+    unknown = [step for step in arguments.only.split(",") if step not in STEPS]
+    if unknown:
+        parser.error(f"no such step: {', '.join(unknown)}")
+    if arguments.rehearse:
+        arguments.models, arguments.rates, arguments.more_victims, arguments.kills = arguments.models[:1], arguments.rates[:1], 1, 2
+    return arguments
+
+
+def main():
+    arguments = parse()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="xpool-sglang-gpu-") as scratch:
+        arguments.scratch = pathlib.Path(scratch)
+        run = Run(arguments)
+        run.host.flags = [*run.host.flags, *arguments.flags.split()]
+        run.book.write()
+        try:
+            for step in arguments.only.split(","):
+                began = time.monotonic()
+                print(f"=== {step}: {run.left():.0f} s left" if arguments.budget < 1e8 else f"=== {step}", flush=True)
+                try:
+                    STEPS[step](run)
+                except OutOfTime as over:
+                    print(f"    stops: {over}", flush=True)
+                    continue  # a shorter step may still fit
+                except (harness.Failed, OSError, ValueError, KeyError, RuntimeError) as error:
+                    run.failures.append(f"{step}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                    print(f"    FAILS {step}: {type(error).__name__}: {error}", flush=True)
+                    run.stop()
+                print(f"    {step}: {time.monotonic() - began:.0f} s", flush=True)
+        finally:
+            run.stop()
+            run.book.write()
+            if run.host.caches:
+                run.host.caches.keep(arguments.out / "caches.tar.gz")
+    missing = [metric for metric in run.book.rows if not run.book.has(metric)]
+    print(f"not run: {', '.join(missing) or 'nothing'}")
+    print(f"failed: {'; '.join(run.failures)}" if run.failures else "no check failed", flush=True)
+    return 1 if run.failures else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))
+    sys.exit(main())

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: MIT */
+/* Polls, since a pidfd cannot be had everywhere. Any thread. */
+#include "base/process.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "base/clock.h"
+
+#define REAP_NAP_NS (2 * XP_NS_PER_MS)
+
+xp_status_t xp_child_reap(pid_t pid, uint64_t deadline_ns, int *wait_status_out)
+{
+    bool killed = false;
+    for (;;) {
+        int wait_status;
+        pid_t who = waitpid(pid, &wait_status, WNOHANG);
+        if (who == pid && !killed)
+            *wait_status_out = wait_status;
+        if (who == pid)
+            return killed ? XP_TIMEOUT : XP_OK;
+        if (who < 0 && errno != EINTR)
+            return XP_NOT_FOUND;
+        if (xp_monotonic_ns() >= deadline_ns) {
+            if (killed)
+                return XP_TIMEOUT;
+            kill(pid, SIGKILL);
+            killed = true;
+            deadline_ns = xp_monotonic_ns() + XP_CHILD_GRACE_NS;
+        }
+        nanosleep(&(struct timespec){.tv_nsec = REAP_NAP_NS}, NULL);
+    }
+}

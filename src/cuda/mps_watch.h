@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Asks an MPS controller from time to time whether it answers, on a thread of its own: a controller
+ * that hangs lets its asker wait for a whole command limit. Everything here is called by the thread
+ * that owns the mps_t, which may use no other function of it that runs commands meanwhile.
+ */
+#ifndef XPOOL_CUDA_MPS_WATCH_H
+#define XPOOL_CUDA_MPS_WATCH_H
+
+#include "cuda/mps.h"
+
+typedef struct mps_watch mps_watch_t;
+
+/* `mps` answers now and outlives the watch. Asked every period_ns, more often while it does not
+ * answer. */
+xp_status_t mps_watch_create(mps_t *mps, uint64_t period_ns, mps_watch_t **watch_out);
+/* Never waits. XP_OK: it answered when it was last asked; else XP_PEER with what was wrong. */
+xp_status_t mps_watch_look(mps_watch_t *watch);
+/* Waits for a question that is under way, so for one command limit at most. Accepts NULL. */
+void mps_watch_destroy(mps_watch_t *watch);
+#endif

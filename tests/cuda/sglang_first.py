@@ -1,0 +1,474 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""One model by SGLang through CrossPool on GPUs, beside SGLang alone: the same tokens, by captured graphs.
+
+    tests/cuda/sglang_first.py --build BUILD [--site FOLDER] [--model PATH] [--layout tp1|tp2|dp2]
+                               [--eager] [--dummy] [--limit SECONDS] [--out FOLDER] [--rehearse]
+
+Both servers are started at once: CrossPool with attention on cuda:0 and the FFN on cuda:1 (tp2, dp2: both
+roles on both), SGLang alone on cuda:1. Each is asked for 64 greedy tokens of four prompts, one after the
+other (the prompts' lengths lie in, between and beyond the captured prefill sizes), then for three at once,
+which a decode graph of four rows serves. Printed: agreement and where it ends, with the distance of SGLang's
+own two best tokens there; calls replayed by graphs and queued outside them; memory; the tails of all logs
+where something went wrong. Nothing is killed but what is left at the end.
+
+--site: a folder with SGLang and what it needs, where the interpreter itself has it not. --dummy: no
+checkpoint is read, tokens are not compared. --rehearse: CPU devices, without graphs. Exit code 77: no GPUs.
+"""
+
+import argparse
+import ctypes
+import glob
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SKIPPED = 77
+PR_SET_PDEATHSIG = 1
+TOKENS = 64
+PROMPTS = (10, 40, 200, 300)  # tokens
+GRAPH_TOKENS = (16, 64, 256)  # of prefill graphs
+DECODE_ROWS, PREFILL_ROWS, KV_TOKENS = 8, 512, 8192
+BROKEN = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply hooks")
+LOG_TAIL = 6000
+
+GPU_FLAGS = (
+    "--attention-backend triton --sampling-backend pytorch --grammar-backend none --moe-runner-backend triton"
+    " --disable-custom-all-reduce --skip-server-warmup --disable-radix-cache --random-seed 1"
+    " --mem-fraction-static 0.6 --decode-log-interval 20"
+).split()
+CPU_FLAGS = (
+    "--attention-backend torch_native --sampling-backend pytorch --grammar-backend none --disable-cuda-graph"
+    " --skip-server-warmup --disable-overlap-schedule --disable-radix-cache --random-seed 1"
+    " --mem-fraction-static 0.3"
+).split()
+LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "dp2": (1, 2)}  # attention (TP, DP)
+
+
+class Failed(Exception):
+    """What was expected did not happen."""
+
+
+def free_port():
+    for port in range(11000 + os.getpid() % 500 * 20, 32000, 300):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
+    raise Failed("no free port")
+
+
+def http(url, body=None, timeout=60):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def memory():
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    out = subprocess.run(command, capture_output=True, text=True).stdout
+    return [int(line) for line in out.split()]
+
+
+def find_control():
+    for pattern in ("/usr/local/nvidia/bin", "/usr/local/nvidia/*/bin", "/opt/nvidia/*/bin", "/usr/local/cuda/bin"):
+        for folder in glob.glob(pattern):
+            if not shutil.which("nvidia-cuda-mps-control") and os.access(f"{folder}/nvidia-cuda-mps-control", os.X_OK):
+                os.environ["PATH"] += f":{folder}"
+
+
+class Process:
+    """A command in a session of its own, which ends with this program; its output goes to a file."""
+
+    def __init__(self, name, command, environment, folder):
+        self.name, self.file, self.began = name, folder / f"{name}.log", time.monotonic()
+        print(f"{name}: {' '.join(map(str, command))}", flush=True)
+        log = open(self.file, "wb")
+        self.popen = subprocess.Popen(
+            [str(word) for word in command], stdout=log, stderr=subprocess.STDOUT, env=environment, preexec_fn=self.child
+        )
+
+    @staticmethod
+    def child():
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    def text(self):
+        return self.file.read_text(errors="replace")
+
+    def check(self):
+        if self.popen.poll() is not None:
+            raise Failed(f"{self.name} ended with {self.popen.returncode}")
+        for words in BROKEN:
+            if words in self.text():
+                raise Failed(f"{self.name}: {words}")
+
+    def end(self, seconds):
+        """SIGTERM, then what is left of the session by SIGKILL; whether it ended by itself."""
+        clean = True
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(seconds)
+            except subprocess.TimeoutExpired:
+                clean = False
+        try:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.popen.wait()
+        return clean
+
+
+class Run:
+    def __init__(self, arguments, folder):
+        self.arguments, self.folder = arguments, folder
+        self.until = time.monotonic() + arguments.limit
+        self.gpu = not arguments.rehearse
+        self.tp, self.dp = LAYOUTS[arguments.layout]
+        self.ranks = self.tp * self.dp
+        self.processes = []
+        self.result = {"model": str(arguments.model), "layout": arguments.layout, "eager": arguments.eager}
+        self.layers = json.loads((arguments.model / "config.json").read_text())["num_hidden_layers"]
+        self.vocabulary = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
+
+    # --- starting ---------------------------------------------------------------------------------------
+
+    def flags(self):
+        if not self.gpu:
+            return CPU_FLAGS
+        if self.arguments.eager:
+            return GPU_FLAGS + ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"]
+        graphs = ["--cuda-graph-max-bs", str(DECODE_ROWS), "--piecewise-cuda-graph-tokens", *map(str, GRAPH_TOKENS)]
+        return GPU_FLAGS + graphs + self.arguments.more.split()
+
+    def environment(self, **more):
+        site = self.arguments.site
+        if self.gpu:
+            more = {
+                "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
+                "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+                "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+                "SGLANG_TF_EXIST_OK": "1",
+                "NCCL_NVLS_ENABLE": "0",
+                **more,
+            }
+        else:
+            more = {
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "TORCHDYNAMO_DISABLE": "1",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT / "tests" / "sglang" / "hooks"),
+                **more,
+            }
+        if site:
+            more["PYTHONPATH"] = str(site)
+            more["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (f"{site}/lib", os.environ.get("LD_LIBRARY_PATH"))))
+        more.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
+        return {**os.environ, **more}
+
+    def start(self, *arguments):
+        process = Process(*arguments, self.folder)
+        self.processes.append(process)
+        return process
+
+    def start_vanilla(self):
+        a = self.arguments
+        self.vanilla_port = free_port()
+        command = [a.python, "-m", "sglang.launch_server", "--model-path", a.model, "--host", "127.0.0.1"]
+        command += ["--port", self.vanilla_port, "--dtype", a.dtype, "--max-total-tokens", KV_TOKENS]
+        command += ["--max-running-requests", DECODE_ROWS, "--chunked-prefill-size", PREFILL_ROWS, "--context-length", 1024]
+        command += ["--device", "cuda" if self.gpu else "cpu", *(["--load-format", "dummy"] if a.dummy else [])]
+        plugins = "none" if self.gpu else "xpool_cpu_hooks"
+        more = {"SGLANG_PLUGINS": plugins, **({"CUDA_VISIBLE_DEVICES": "1"} if self.gpu else {})}
+        self.vanilla = self.start("vanilla", command + self.flags(), self.environment(**more))
+
+    def start_crosspool(self):
+        a, folder = self.arguments, self.folder
+        kind = "cuda" if self.gpu else "cpu"
+        shared = self.gpu and self.ranks > 1
+        atn = [f"{kind}:{i}" for i in range(self.ranks)]
+        ffn = atn if shared else [f"{kind}:{self.ranks if not self.gpu else 1}"]
+        self.gateway, self.daemon = free_port() + 100, free_port() + 101
+        values = [
+            ("daemon.socket", f"{folder}/d.sock"),
+            ("daemon.http", f"127.0.0.1:{self.daemon}"),
+            ("gateway.http", f"127.0.0.1:{self.gateway}"),
+            ("cache.root", str(folder)),
+            ("atn.devices", atn),
+            ("ffn.devices", ffn),
+            ("devices.allow_shared_roles", shared),
+            ("atn.device_memory_utilization", 0.8),
+            ("deadlines.submission", 120),
+        ]
+        if not self.gpu:
+            values += [(f"devices.'{d}'.memory", "1GiB") for d in atn + ffn]
+            values += [(f"devices.'{d}'.threads", 1) for d in atn + ffn]
+        model = [
+            ("id", "first"),
+            ("path", str(a.model)),
+            ("engine", "sglang"),
+            ("python", a.python),
+            ("dtype", a.dtype),
+            ("load_format", "dummy" if a.dummy else "auto"),
+            ("ffn_tp_size", 2 if shared else 1),
+            ("attention_tp", self.tp),
+            ("attention_dp", self.dp),
+            ("decode_rows", DECODE_ROWS),
+            ("prefill_rows", PREFILL_ROWS),
+            ("max_context", 1024),
+            ("kv_ceiling_tokens", KV_TOKENS),
+            ("engine_args", self.flags()),
+        ]
+        config = folder / "first.toml"
+        lines = [f"{k} = {json.dumps(v)}" for k, v in values] + ["[[models]]"] + [f"{k} = {json.dumps(v)}" for k, v in model]
+        config.write_text("\n".join(lines) + "\n")
+        plugins = {} if self.gpu else {"SGLANG_PLUGINS": "xpool_cpu_hooks"}
+        environment = self.environment(**plugins)
+        if a.lazy:
+            environment["CUDA_MODULE_LOADING"] = "LAZY"
+        self.xpool = a.build / "bin" / "xpool"
+        plan = subprocess.run([self.xpool, "plan", "--config", config], capture_output=True, text=True, env=environment)
+        if plan.returncode:
+            raise Failed(f"xpool plan: {plan.stderr}{plan.stdout}")
+        print(plan.stdout, flush=True)
+        self.up = self.start("up", [self.xpool, "up", "--config", config], environment)
+
+    def wait(self, what, condition, process):
+        while not condition():
+            process.check()
+            if time.monotonic() > self.until:
+                raise Failed(f"{what} did not come within the limit of {self.arguments.limit} s")
+            time.sleep(0.25)
+        print(f"{what} after {time.monotonic() - process.began:.0f} s", flush=True)
+
+    # --- asking -----------------------------------------------------------------------------------------
+
+    def prompt(self, number):
+        """Token ids by a small generator of its own, the same wherever this runs."""
+        state, ids = 12345 + number, []
+        for _ in range(PROMPTS[number]):
+            state = (state * 1103515245 + 12345) & 0x7FFFFFFF
+            ids.append(10 + (state >> 8) % (self.vocabulary - 10))
+        return ids
+
+    def ask(self, port, number, logprobs=False):
+        body = {
+            "input_ids": self.prompt(number),
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True},
+        }
+        if logprobs:
+            body.update(return_logprob=True, top_logprobs_num=2)
+        left = max(5, self.until - time.monotonic())
+        return http(f"http://127.0.0.1:{port}/generate", body, left)
+
+    def tokens(self, port, number):
+        began = time.monotonic()
+        ids = self.ask(port, number)["output_ids"]
+        if len(ids) != TOKENS:
+            raise Failed(f"prompt {number}: {len(ids)} tokens came instead of {TOKENS}")
+        return ids, time.monotonic() - began
+
+    def together(self, port, numbers):
+        found = {}
+
+        def one(number):
+            try:
+                found[number] = self.tokens(port, number)[0]
+            except Exception as error:
+                found[number] = error
+
+        threads = [threading.Thread(target=one, args=(n,)) for n in numbers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number, answer in found.items():
+            if isinstance(answer, Exception):
+                raise Failed(f"prompt {number} among others: {answer!r}")
+        return found
+
+    def ask_all(self, port, name):
+        answers = []
+        for number in range(len(PROMPTS)):
+            ids, took = self.tokens(port, number)
+            print(f"{name}: prompt of {PROMPTS[number]}: {took:.2f} s, {ids[:8]} ...", flush=True)
+            answers.append(ids)
+        return answers, self.together(port, (0, 1, 2))
+
+    def healthy(self, port):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def state(self):
+        return http(f"http://127.0.0.1:{self.daemon}/v1/state")
+
+    def serving(self):
+        try:
+            model = self.state()["models"][0]
+            return bool(model["healthy"]) and model["state"] == "serving"
+        except (OSError, KeyError):
+            return False
+
+    # --- the run ----------------------------------------------------------------------------------------
+
+    def run(self):
+        before = memory()
+        self.start_crosspool()
+        if not self.arguments.no_vanilla:
+            self.start_vanilla()
+            self.wait("vanilla serves", lambda: self.healthy(self.vanilla_port), self.vanilla)
+            wanted, wanted_together = self.ask_all(self.vanilla_port, "vanilla")
+            distances = [self.distances(number) for number in range(len(PROMPTS))]
+            self.graphs(self.vanilla)
+            self.vanilla.end(10)
+        self.wait("CrossPool serves", self.serving, self.up)
+        entry = self.state()["models"][0]
+        port = entry["port"]
+        print(f"memory in use, MiB: {before} before all, {memory()} now; counters {entry['engine']}", flush=True)
+        steps = []
+        good = True
+        for turn in range(2):
+            first = self.counters()
+            got, got_together = self.ask_all(port, "crosspool")
+            last = self.counters()
+            steps.append({key: last[key] - first[key] for key in last if isinstance(last[key], int)})
+            print(f"turn {turn}: {steps[-1]}", flush=True)
+            if self.arguments.no_vanilla or self.arguments.dummy:
+                continue
+            for number in range(len(PROMPTS)):
+                good &= self.compare(f"prompt of {PROMPTS[number]}", wanted[number], got[number], distances[number])
+            for number, ids in got_together.items():
+                self.compare(f"prompt of {PROMPTS[number]}, three at once", wanted_together[number], ids, distances[number])
+        self.result.update(turns=steps, good=good)
+        good &= self.check_graphs(steps)
+        self.graphs(self.up)
+        clean = subprocess.run([self.xpool, "down", "--config", self.folder / "first.toml"], capture_output=True, text=True)
+        print(f"down: exit code {clean.returncode} {clean.stderr[-800:]}", flush=True)
+        self.up.popen.wait(30)
+        print(f"up ended with {self.up.popen.returncode}; memory in use {memory()}", flush=True)
+        self.result["down"] = [clean.returncode, self.up.popen.returncode]
+        return good
+
+    def counters(self):
+        """Of the Instance, once they stand still (they come twice a second)."""
+        found = self.state()["models"][0]["engine"]
+        for _ in range(20):
+            time.sleep(0.6)
+            again = self.state()["models"][0]["engine"]
+            if again == found:
+                return found
+            found = again
+        raise Failed("the counters do not come to rest")
+
+    def check_graphs(self, steps):
+        if not self.gpu:
+            return True
+        good = True
+        for turn in steps:
+            if self.arguments.eager:
+                good &= turn["replayed_calls"] == 0 and turn["eager_decode_calls"] > 0
+            else:
+                good &= turn["eager_decode_calls"] == 0
+                good &= turn["replayed_calls"] >= (TOKENS - 1) * self.layers * len(PROMPTS)
+        print(f"graphs: {'good' if good else 'WRONG'}", flush=True)
+        self.result["graphs"] = good
+        return good
+
+    def distances(self, number):
+        """How far SGLang's best token was from its second best, at every step."""
+        tops = self.ask(self.vanilla_port, number, logprobs=True)["meta_info"]["output_top_logprobs"]
+        return [top[0][0] - top[1][0] for top in tops]
+
+    def compare(self, name, wanted, got, distances):
+        same = next((i for i, (a, b) in enumerate(zip(wanted, got)) if a != b), TOKENS)
+        note = "all" if same == TOKENS else f"first {same}; there SGLang's two best were {distances[same]:.4f} apart"
+        print(f"tokens equal, {name}: {note}", flush=True)
+        self.result.setdefault("tokens", []).append({"what": name, "equal": same, "distance": None if same == TOKENS else distances[same]})
+        return same == TOKENS or distances[same] < 0.1
+
+    def graphs(self, process):
+        text = process.text()
+        ends = re.findall(r"Capture (?:piecewise CUDA|cuda) graph end\. Time elapsed: [\d.]+ s\. mem usage=[\d.]+ GB", text)
+        batches = re.findall(r"(Decode|Prefill) batch.*?cuda graph: (True|False)", text)
+        counts = {f"{kind} {graph}": batches.count((kind, graph)) for kind, graph in sorted(set(batches))}
+        print(f"{process.name}: {ends}; batches by graph, as logged: {counts}", flush=True)
+        self.result[f"{process.name} log"] = [ends, counts]
+
+    def end(self):
+        for process in reversed(self.processes):
+            process.end(20)
+        for file in glob.glob(f"/tmp/xpool-mps-{os.getuid()}/*") if self.gpu else ():
+            print(f"left behind: {file}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--site", type=pathlib.Path)
+    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "models" / "tales" / "qwen3-moe")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layout", choices=list(LAYOUTS), default="tp1")
+    parser.add_argument("--eager", action="store_true", help="no graphs on either side")
+    parser.add_argument("--dummy", action="store_true")
+    parser.add_argument("--lazy", action="store_true", help="CUDA_MODULE_LOADING=LAZY for SGLang under CrossPool")
+    parser.add_argument("--no-vanilla", action="store_true")
+    parser.add_argument("--more", default="", help="further arguments for both servers")
+    parser.add_argument("--limit", type=float, default=280)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--rehearse", action="store_true")
+    arguments = parser.parse_args()
+    arguments.build, arguments.model = arguments.build.resolve(), arguments.model.resolve()
+    if arguments.rehearse:
+        arguments.dtype = "float32"
+    else:
+        find_control()
+        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
+        gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]
+        if len(gpus) < 2:
+            print(f"skipped: two GPUs are needed, {len(gpus)} found")
+            return SKIPPED
+    began, good = time.monotonic(), False
+    with tempfile.TemporaryDirectory(prefix="xpool-first-") as scratch:
+        run = Run(arguments, pathlib.Path(scratch))
+        try:
+            good = run.run()
+        except (Failed, OSError, KeyError, subprocess.SubprocessError) as error:
+            print(f"WRONG: {error!r}", flush=True)
+            for process in run.processes:
+                print(f"--- {process.name}\n{process.text()[-LOG_TAIL:]}", flush=True)
+        finally:
+            run.end()
+            if arguments.out:
+                arguments.out.mkdir(parents=True, exist_ok=True)
+                for process in run.processes:
+                    shutil.copy(process.file, arguments.out)
+                (arguments.out / "sglang_first.json").write_text(json.dumps(run.result, indent=1))
+    print(f"{'good' if good else 'WRONG'} after {time.monotonic() - began:.0f} s", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: MIT
+"""SGLang 0.5.13.post1 registers configuration names that transformers 5.17 has already: harmless with
+SGLANG_TF_EXIST_OK set."""
+
+import os
+
+if os.environ.get("SGLANG_TF_EXIST_OK"):
+    from transformers import AutoConfig
+
+    _register = AutoConfig.register
+    AutoConfig.register = staticmethod(lambda kind, config, exist_ok=False: _register(kind, config, exist_ok=True))

@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""benches/sglang_gpu.py without a server: what is read from logs and counters, how it is judged, and what a run
+that goes on from an earlier one keeps."""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "benches"))
+
+import numpy  # noqa: E402
+import sglang_gpu  # noqa: E402
+import sglang_models  # noqa: E402
+import sglang_servers  # noqa: E402
+import sglang_spread  # noqa: E402
+
+LOG = """
+[12:00:00] Load weight end. elapsed=3.20 s, type=Qwen3MoeForCausalLM, avail mem=80.00 GB, mem usage=56.90 GB.
+[12:00:01] Capture cuda graph begin. This can take up to several minutes. avail mem=70.00 GB
+[12:00:07] Capture cuda graph end. Time elapsed: 6.48 s. mem usage=0.82 GB. avail mem=69.00 GB.
+[12:00:50] Capture piecewise CUDA graph end. Time elapsed: 47.10 s. mem usage=0.82 GB. avail mem=69.00 GB.
+[12:00:51] Prefill batch, #new-seq: 1, #new-token: 1024, #running-req: 0, cuda graph: True, input throughput (token/s): 3.00
+[12:00:52] Decode batch, #running-req: 1, #token: 1064, cuda graph: True, gen throughput (token/s): 3.00, #queue-req: 0
+"""
+EAGER = "[12:00:53] Decode batch, #running-req: 1, #token: 1064, cuda graph: False, gen throughput (token/s): 3.00\n"
+
+
+def server(text, mode="graphs"):
+    made = sglang_servers.Server.__new__(sglang_servers.Server)
+    made.side, made.model = "vanilla", types.SimpleNamespace(name="m", mode=mode, dp=1)
+    made.text = lambda: text
+    return made
+
+
+def run_on(kind="cuda", counters=()):
+    states = iter(counters)
+    fleet = types.SimpleNamespace(counters=lambda name: dict(next(states)))
+    return types.SimpleNamespace(host=types.SimpleNamespace(kind=kind), fleet=fleet, failures=[])
+
+
+def answer(due, times):
+    return types.SimpleNamespace(due=due, times=times)
+
+
+def counted(invocations, busy, queue, **rank):
+    found = {"invocations": invocations, "busy_ns": busy, "queue_ns": queue, "layers": 4}
+    return {**found, **{f"rank_{key}": value for key, value in rank.items()}}
+
+
+class Logs(unittest.TestCase):
+    def test_what_a_log_tells(self):
+        self.assertEqual(server(LOG).captured(), {"cuda": 6.48, "piecewise": 47.1})
+        self.assertEqual(server(LOG).batches(), {("Prefill", True): 1, ("Decode", True): 1})
+        self.assertEqual(server(LOG).loaded_gb(), 56.9)
+        self.assertIsNone(server("").loaded_gb())
+
+    def test_steps_outside_graphs_fail_the_run(self):
+        run = run_on()
+        sglang_gpu.check_graphs(run, [server(LOG)])
+        self.assertEqual(run.failures, [])
+        with self.assertRaisesRegex(sglang_servers.harness.Failed, "outside graphs"):
+            sglang_gpu.check_graphs(run, [server(LOG + EAGER)])
+        with self.assertRaisesRegex(sglang_servers.harness.Failed, "did not report"):
+            sglang_gpu.check_graphs(run, [server(EAGER)])
+        sglang_gpu.check_graphs(run, [server(EAGER, mode="eager")])
+        sglang_gpu.check_graphs(run, [server(LOG.replace("piecewise", "other"))])
+        self.assertEqual(len(run.failures), 1)
+
+
+class Counters(unittest.TestCase):
+    RANK = {"replayed_calls": 0, "eager_decode_calls": 0, "eager_prefill_calls": 0, "ffn_calls": 0, "ffn_wait_ns": 0}
+
+    def measured(self, *states):
+        run = run_on(counters=states)
+        with sglang_gpu.Replayed(run, "m") as found:
+            pass
+        return found
+
+    def test_replayed_calls_are_wanted(self):
+        before = counted(0, 0, 0, **self.RANK)
+        good = self.measured(before, counted(40, 0, 0, **{**self.RANK, "replayed_calls": 40}))
+        good.check(10)
+        with self.assertRaisesRegex(sglang_servers.harness.Failed, "44 or more"):
+            good.check(11)
+        eager = self.measured(before, counted(44, 0, 0, **{**self.RANK, "replayed_calls": 40, "eager_decode_calls": 4}))
+        with self.assertRaisesRegex(sglang_servers.harness.Failed, "4 FFN calls"):
+            eager.check(10)
+        untold = self.measured(counted(0, 0, 0), counted(40, 0, 0))
+        with self.assertRaisesRegex(sglang_servers.harness.Failed, "does not tell"):
+            untold.check(10)
+
+    def test_prefill_is_subtracted(self):
+        states = [counted(0, 0, 0, ffn_calls=0, ffn_wait_ns=0), counted(10, 100000, 5000, ffn_calls=10, ffn_wait_ns=200000),
+                  counted(70, 420000, 75000, ffn_calls=70, ffn_wait_ns=1000000)]
+        run = run_on(counters=states)
+        with sglang_gpu.Replayed(run, "m") as prefill:
+            pass
+        with sglang_gpu.Replayed(run, "m", since=prefill) as whole:
+            pass
+        layer = whole.layer(prefill, 2)  # 60 calls less twice 10
+        self.assertEqual(layer["calls"], 40)
+        self.assertAlmostEqual(layer["execution"], (320 - 200) / 40)
+        self.assertAlmostEqual(layer["waiting"], (70 - 10) / 40)
+        self.assertAlmostEqual(layer["round_trip"], (800 - 400) / 40)
+
+
+class Times(unittest.TestCase):
+    def test_gaps_while_all_decode(self):
+        answers = [answer(0.0, [1.0, 2.0, 3.0, 4.0]), answer(0.5, [1.5, 2.0, 2.5, 5.5])]  # absolute 2, 2.5, 3, 6
+        self.assertEqual(sglang_gpu.steady_gaps(answers), [1.0, 1.0, 0.5, 0.5])
+        self.assertEqual(len(sglang_gpu.all_gaps(answers)), 6)
+
+    def test_quantiles(self):
+        self.assertEqual(sglang_gpu.quantile(range(100), 0.99), 99)
+        self.assertEqual(sglang_gpu.quantile([3, 1, 2], 0.5), 2)
+        self.assertNotEqual(sglang_gpu.quantile([], 0.5), sglang_gpu.quantile([], 0.5))  # not a number
+
+    def test_rows_of_a_cell(self):
+        plain = {"ttft": [0.1], "gaps": [0.01] * 10}
+        ours = {"ttft": [0.2], "gaps": [0.011] * 10}
+        layer = {"calls": 9, "execution": 20.0, "waiting": 1.0, "round_trip": 50.0}
+        rows = {row["metric"]: row for row in sglang_gpu.cell_rows("x", plain, ours, layer, 48, "decode only")}
+        self.assertAlmostEqual(rows["x.ratio"]["value"], 1.1)
+        self.assertAlmostEqual(rows["x.split.mailbox_hops_us"]["value"], 29.0)
+        self.assertAlmostEqual(rows["x.split.attention_us"]["value"], 11000 - 48 * 50)
+        self.assertEqual(list(rows)[sglang_gpu.RATIO], "x.ratio")
+
+
+class Tokens(unittest.TestCase):
+    def test_only_close_choices_may_part(self):
+        plain = [([1, 2, 3, 4], [5.0, 5.0, 0.1, 5.0]), ([1, 2, 3, 4], [5.0] * 4)]
+        agreement, wrong = sglang_gpu.compare("t", plain, [([1, 2, 9, 9], []), ([1, 2, 3, 4], [])])
+        self.assertEqual((agreement["value"], wrong["value"]), (0.75, 0))
+        self.assertIn("0.100: 2", agreement["note"])
+        agreement, wrong = sglang_gpu.compare("t", plain, [([9, 2, 3, 4], []), ([1, 2, 3, 4], [])])
+        self.assertEqual((agreement["value"], wrong["value"]), (0.5, 1))
+
+
+class GoingOn(unittest.TestCase):
+    def test_rows_and_samples_outlast_a_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            first, second = (pathlib.Path(folder) / name for name in "ab")
+            first.mkdir(), second.mkdir()
+            book = sglang_gpu.Book(first / "x.json", "machine", None, ["one", "two"])
+            book.add(sglang_gpu.results.row("one", 1.5, "ms"))
+            self.assertTrue(book.has("one") and not book.has("two"))
+            sglang_gpu.Samples(first, None).keep("tokens", "m", [1, 2])
+            again = sglang_gpu.Book(second / "x.json", "machine", first / "x.json", ["one", "two", "three"])
+            self.assertTrue(again.has("one") and not again.has("three"))
+            again.write()
+            rows = json.loads((second / "x.json").read_text())["rows"]
+            self.assertEqual([row["value"] for row in rows], [1.5, None, None])
+            self.assertEqual(sglang_gpu.Samples(second, first).get("tokens", "m"), [1, 2])
+            self.assertEqual(sglang_gpu.Samples(second, second).get("tokens", "m"), [1, 2])
+
+    def test_no_step_begins_without_time(self):
+        run = sglang_gpu.Run.__new__(sglang_gpu.Run)
+        run.end = sglang_gpu.time.monotonic() + 5
+        run.need(1, "this")
+        with self.assertRaises(sglang_gpu.OutOfTime):
+            run.need(60, "that")
+
+
+class Memory(unittest.TestCase):
+    def test_what_a_server_gives_back(self):
+        used = {"now": 90000}
+
+        def ends(mib):
+            def end():
+                used["now"] -= mib
+
+            return types.SimpleNamespace(end=end, loaded_gb=lambda: 1.0)
+
+        entry = {"id": "m", "attention_weight_bytes": 3 << 30, "ffn_weight_bytes": 54 << 30}
+        fleet = types.SimpleNamespace(state=lambda: {"models": [entry]}, vanilla={"m": ends(61440)}, instances={"m": ends(10240)},
+                                      models=[types.SimpleNamespace(kv_tokens=1000)])
+        rows = []
+        book = types.SimpleNamespace(has=lambda metric: False, add=lambda *more: rows.extend(more))
+        run = types.SimpleNamespace(book=book, host=types.SimpleNamespace(kind="cuda", used=lambda: [used["now"]]), stop=lambda: None)
+        with mock.patch.object(sglang_gpu, "real_fleet", lambda run, name: fleet), mock.patch.object(sglang_gpu.time, "sleep"):
+            sglang_gpu.memory_of(run, "m")
+        self.assertEqual((rows[0]["value"], rows[0]["peer"]), (10.0, 60.0))
+        self.assertEqual(rows[1]["value"], 3.0)
+
+
+class Spread(unittest.TestCase):
+    def test_routers_are_those_of_the_ffn_side(self):
+        """Beside src/ffn/dummy.h itself, compiled."""
+        source = """#include <stdio.h>
+#include "ffn/dummy.h"
+int main(void) { uint64_t seed = ffn_dummy_seed("model.layers.1.mlp.gate.weight");
+for (int i = 0; i < 24; i++) printf("%.9g\\n", ffn_dummy_value(seed, i, ffn_dummy_scale(6))); }"""
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder) / "dummy"
+            program.with_suffix(".c").write_text(source)
+            subprocess.run(["cc", "-I", str(ROOT / "src"), "-o", str(program), f"{program}.c", "-lm"], check=True)
+            out = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+        want = numpy.array([float(word) for word in out.split()], dtype=numpy.float32).reshape(4, 6)
+        numpy.testing.assert_allclose(sglang_spread.dummy("model.layers.1.mlp.gate.weight", 4, 6), want, rtol=1e-6)
+
+    def test_the_idlest_expert_is_told(self):
+        counts = numpy.array([[10, 10, 10, 10], [1, 19, 10, 10]])
+        row = sglang_spread.row("x", counts, 20, "more")
+        self.assertEqual(row["value"], 1)
+        self.assertIn("2 layers of 4 experts", row["note"])
+
+
+class Arguments(unittest.TestCase):
+    def test_both_sides_have_one_command_line(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = sglang_models.real_size("DeepSeek-V2-Lite", pathlib.Path(folder))
+            model = sglang_servers.Model("m", path, dummy=True, rows=4096, context=16384, kv_tokens=1000, tp=1, dp=2, requests=8)
+            words = model.arguments(sglang_servers.Gpus(), 11000)
+            text = " ".join(words)
+            self.assertIn("--piecewise-cuda-graph-tokens 128 512 1024 2048", text)
+            self.assertNotIn(" 4096", text.replace("8192", ""))
+            self.assertIn("--max-running-requests 16 --chunked-prefill-size 8192", text)
+            self.assertIn("--tp-size 2 --dp-size 2 --enable-dp-attention", text)
+            settings = model.settings(sglang_servers.Gpus())
+            self.assertIn("prefill_rows = 4096", settings)
+            self.assertIn('load_format = "dummy"', settings)
+
+    def test_cold_load_is_the_same_each_time(self):
+        run = types.SimpleNamespace(sizes=sglang_gpu.Sizes(False), arguments=argparse.Namespace())
+        one, other = (sglang_gpu.arrivals(run, "m", 0.8, 5000, [(20000, 50), (3, 5000)]) for _ in range(2))
+        self.assertEqual(one, other)
+        self.assertTrue(20 < len(one) < 60)
+        self.assertLessEqual(max(len(body["input_ids"]) for _, body in one), run.sizes.cold_prompt)
+        self.assertLessEqual(max(body["sampling_params"]["max_new_tokens"] for _, body in one), run.sizes.cold_answer)
+
+
+if __name__ == "__main__":
+    unittest.main()
