@@ -381,6 +381,7 @@ def main():
             life,
             dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem-far"),
         ),
+        ("nvshmem reform", reform, dict(shared, provider="nvshmem")),
         ("nvshmem failure", failure, dict(shared, provider="nvshmem")),
         ("nvshmem dies joining", joining, dict(shared, provider="nvshmem", heap="hang")),
         ("nvshmem limited", refused, dict(shared, provider="nvshmem", heap="limited", says="limited multi-process")),
