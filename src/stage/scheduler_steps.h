@@ -891,11 +891,17 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         const uint64_t arena = work->about.arenas[0];
         const uint64_t ticket = s->tickets + 1;
         uint64_t *word = &((mailbox_arena_t *)(uintptr_t)arena)->response.sequence;
-        own.lane->layer = s->dispatch->models[work->about.weights].first_layer + line.layer;
-        own.lane->rows = line.rows;
-        own.lane->input = (const void *)(uintptr_t)work->about.input;
-        own.lane->output = (void *)(uintptr_t)(arena + work->about.output_offset);
-        own.lane->partial = 0;
+        ffn_cuda_invocation_t given;
+        given.layer = s->dispatch->models[work->about.weights].first_layer + line.layer;
+        given.rows = line.rows;
+        given.input = (const void *)(uintptr_t)work->about.input;
+        given.output = (void *)(uintptr_t)(arena + work->about.output_offset);
+        given.partial = 0;
+        own.lane->layer = given.layer;
+        own.lane->rows = given.rows;
+        own.lane->input = given.input;
+        own.lane->output = given.output;
+        own.lane->partial = given.partial;
         own.answer->source_count = 0;
         own.answer->consumer_count = 1;
         own.answer->consumers[0].rows = 0;
@@ -909,7 +915,8 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         own.answer->kind = line.kind;
         own.answer->layer_of_model = line.layer;
         s->tickets = ticket;
-        if (ffn_cuda_command_post(s->dispatch, &s->poster, number, ticket, word, line.sequence)) {
+        if (ffn_cuda_invocation_post(s->dispatch, &s->poster, number, &given, ticket, word,
+                                     line.sequence)) {
             s->counts.resident++;
         } else {
             ffn_cuda_request_post(s->dispatch, &s->poster, number, 1);
