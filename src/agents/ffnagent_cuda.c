@@ -71,6 +71,12 @@ typedef struct ffnagent {
     uint64_t stats_ns;
     _Atomic uint64_t done_before, done_bytes;
     _Atomic(const char *) loading; /* model id, lives in the configuration */
+    ffn_cuda_weights_t *kept;      /* [FABRIC_MAX_INSTANCES], by a former FfnAgent; count 0: none */
+    uint32_t loading_weights;      /* the loader's */
+    uint64_t adopted;              /* bits of shards taken over; the loader's until it is done */
+    uint64_t adopted_bytes, read_bytes;
+    _Atomic uint64_t refused; /* bits of kept shards that are not the plan's */
+    uint64_t told_refused;
     bool prepared, loaded, started, finalizing, failed;
 } ffnagent_t;
 
@@ -98,9 +104,83 @@ static void count_progress(void *context, uint64_t done_bytes, uint64_t total_by
     atomic_store(&self->done_bytes, atomic_load(&self->done_before) + done_bytes);
 }
 
+/* ---- weights from one FfnAgent to the next ---------------------------------------------------
+ */
+
+static void forget_kept(ffn_cuda_weights_t *kept)
+{
+    for (uint32_t b = 0; b < kept->count; b++)
+        close(kept->fd[b]);
+    kept->count = 0;
+}
+
+static void note_refused(void *context)
+{
+    ffnagent_t *self = context;
+    atomic_fetch_or(&self->refused, (uint64_t)1 << self->loading_weights);
+}
+
+static xp_status_t on_kept(ffnagent_t *self, const xpw_KeptWeights *message,
+                           wire_descriptors_t *fds)
+{
+    _Static_assert(FFN_CUDA_WEIGHT_BLOCKS == 32, "as many as the daemon keeps of a shard");
+    ffn_cuda_weights_t *kept = &self->kept[message->weights % FABRIC_MAX_INSTANCES];
+    if (self->prepared || message->weights >= FABRIC_MAX_INSTANCES || fds->count != 1 ||
+        message->blocks > FFN_CUDA_WEIGHT_BLOCKS || message->block >= message->blocks ||
+        message->block != kept->count)
+        return xp_fail(XP_PEER, "KeptWeights out of order");
+    kept->fd[kept->count] = wire_descriptors_take(fds, 0);
+    kept->bytes[kept->count++] = message->bytes;
+    kept->identity = message->identity;
+    kept->content = message->content;
+    return XP_OK;
+}
+
+/* Kept shards that were not adopted: the daemon is to let go of them too. */
+static void send_refused(ffnagent_t *self)
+{
+    uint64_t refused = atomic_load(&self->refused) & ~self->told_refused;
+    self->told_refused |= refused;
+    for (; refused; refused &= refused - 1) {
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
+        envelope.body.kept_weights.weights = (uint32_t)__builtin_ctzll(refused);
+        envelope.body.kept_weights.refused = true;
+        participant_send(self->participant, &envelope, NULL, 0);
+    }
+}
+
+static xp_status_t offer_shard(ffnagent_t *self, uint32_t model)
+{
+    ffn_cuda_weights_t weights;
+    xp_status_t status = XP_OK;
+    XP_TRY(ffn_cuda_runtime_export(self->runtime, model, &weights));
+    for (uint32_t b = 0; b < weights.count && status == XP_OK; b++) {
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
+        envelope.body.kept_weights = (xpw_KeptWeights){.weights = model,
+                                                       .block = b,
+                                                       .blocks = weights.count,
+                                                       .bytes = weights.bytes[b],
+                                                       .identity = weights.identity,
+                                                       .content = weights.content};
+        status = participant_send(self->participant, &envelope, &weights.fd[b], 1);
+    }
+    forget_kept(&weights);
+    return status;
+}
+
+/* What was loaded here outlives this process with the daemon. */
+static xp_status_t offer_weights(ffnagent_t *self)
+{
+    for (uint32_t w = 0; self->config->deadlines.reform > 0 && w < self->plan->weights_count; w++)
+        if (!(self->adopted >> w & 1) && ffn_cuda_runtime_model_bytes(self->runtime, w))
+            XP_TRY(offer_shard(self, w));
+    return XP_OK;
+}
+
 static void send_progress(evutil_socket_t fd, short events, void *context)
 {
     ffnagent_t *self = context;
+    send_refused(self);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_progress_tag};
     envelope.body.progress.done_bytes = atomic_load(&self->done_bytes);
     const char *what = atomic_load(&self->loading);
@@ -143,13 +223,21 @@ static xp_status_t install(ffnagent_t *self, uint32_t weights)
                            .tp_size = (uint32_t)__builtin_popcount(group),
                            .readers = self->config->loader_parallelism,
                            .progress = count_progress,
-                           .progress_context = self};
+                           .progress_context = self,
+                           .refused = note_refused};
+    self->loading_weights = weights;
     ffn_cuda_load_report_t report;
-    xp_status_t status = ffn_cuda_runtime_install(self->runtime, &shard, NULL, &report);
+    ffn_cuda_weights_t *kept = self->kept[weights].count ? &self->kept[weights] : NULL;
+    xp_status_t status = ffn_cuda_runtime_install(self->runtime, &shard, kept, &report);
     if (status != XP_OK)
         return xp_fail_context(status, "model %s", model->id);
-    xp_log_info("model %s: %.1f MiB in %.2f s (%.2f GB/s)", model->id,
-                (double)report.bytes / 1048576.0, (double)report.took_ns / 1e9,
+    forget_kept(&self->kept[weights]);
+    self->adopted |= (uint64_t)report.adopted << weights;
+    self->adopted_bytes += report.adopted ? report.bytes : 0;
+    self->read_bytes += report.read;
+    xp_log_info("model %s: %llu bytes adopted, %llu read, in %.2f s (%.2f GB/s)", model->id,
+                (unsigned long long)(report.adopted ? report.bytes : 0),
+                (unsigned long long)report.read, (double)report.took_ns / 1e9,
                 report.took_ns ? (double)report.bytes / (double)report.took_ns : 0.0);
     atomic_fetch_add(&self->done_before, report.bytes);
     atomic_store(&self->done_bytes, atomic_load(&self->done_before));
@@ -277,6 +365,8 @@ static void send_executable(ffnagent_t *self, const ffn_cuda_stats_t *stats)
     executable->workspace_bytes = stats->workspace_bytes + stats->table_bytes;
     executable->signatures = stats->signatures;
     executable->templates = stats->templates;
+    executable->read_bytes = self->read_bytes;
+    executable->adopted_bytes = self->adopted_bytes;
     executable->weights_count = (pb_size_t)self->plan->weights_count;
     for (uint32_t w = 0; w < self->plan->weights_count; w++)
         executable->weights[w] = self->runtime ? ffn_cuda_runtime_model_bytes(self->runtime, w) : 0;
@@ -343,7 +433,7 @@ static void load_done(void *context, xp_status_t status, const char *error)
     }
     if (observe_open(self->config->observe.folder, OBSERVE_FFN, self->configured->name,
                      self->config->observe.records, &self->observe) != XP_OK ||
-        make_stages(self) != XP_OK) {
+        offer_weights(self) != XP_OK || make_stages(self) != XP_OK) {
         give_up(self);
         return;
     }
@@ -647,6 +737,9 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
     case xpw_Envelope_join_tag:
         status = on_join(self, &envelope->body.join, fds);
         break;
+    case xpw_Envelope_kept_weights_tag:
+        status = on_kept(self, &envelope->body.kept_weights, fds);
+        break;
     case xpw_Envelope_fabric_id_tag:
         status = agent_heap_on_id(&self->heap, &envelope->body.fabric_id);
         break;
@@ -718,6 +811,9 @@ static void free_all(ffnagent_t *self, int exit_code)
         close(self->life_fd);
     for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++)
         forget_arenas(self, i);
+    for (uint32_t w = 0; self->kept && w < FABRIC_MAX_INSTANCES; w++)
+        forget_kept(&self->kept[w]);
+    free(self->kept);
     free(self->plan);
 }
 
@@ -736,8 +832,13 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
     self->config = config;
     self->life_fd = -1;
     memset(self->arenas, 0xff, sizeof(self->arenas)); /* -1: none */
+    self->kept = calloc(FABRIC_MAX_INSTANCES, sizeof(*self->kept));
     self->configured = config_device_find(config, true, device, &self->index);
     XP_ASSERT(self->configured);
+    if (!self->kept) {
+        xp_log_err("no memory for kept weights");
+        goto done;
+    }
     if (environment_agent(config, self->configured, true, &self->ordinal) != XP_OK) {
         xp_log_error("cannot start");
         goto done;

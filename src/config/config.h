@@ -103,7 +103,7 @@ typedef struct config {
     uint64_t ffn_extra_margin_bytes;
     char ffn_calibration[CONFIG_MAX_PATH];
     struct { /* seconds */
-        double registration, startup, submission, request, queue, drain, stop, kv;
+        double registration, startup, submission, request, queue, drain, stop, kv, reform;
     } deadlines;
     char cache_root[CONFIG_MAX_PATH];
     struct {

@@ -504,6 +504,15 @@ const config_setting_t config_settings[] = {
      .maximum = DAY,
      .default_text = "10",
      .help = "Seconds after draining until what still runs is killed and named."},
+    {.key = "deadlines.reform",
+     ROOT(deadlines.reform),
+     .type = CONFIG_TYPE_FLOAT,
+     .sources = FILE_AND_CLI,
+     .minimum = 0,
+     .maximum = DAY,
+     .default_text = "240",
+     .help = "Seconds from the death of an agent until the next Generation executes; open requests "
+             "wait meanwhile. 0: an agent's death ends everything."},
 
     {.key = "deadlines.kv",
      ROOT(deadlines.kv),

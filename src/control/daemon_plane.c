@@ -403,6 +403,22 @@ void daemon_plane_release(daemon_instance_t *instance)
     own->lease = 0;
 }
 
+void daemon_plane_forget(daemon_t *daemon)
+{
+    daemon_plane_t *plane = daemon->plane;
+    if (plane)
+        plane->id_passed = false;
+    for (uint32_t i = 0; plane && i < CONFIG_MAX_MODELS; i++) {
+        plane->instances[i] = (plane_instance_t){0};
+        for (uint32_t f = 0; f < FABRIC_MAX_FFN; f++) {
+            close_fd(&plane->stages[f][i]);
+            close_fd(&plane->partials[f][i]);
+        }
+        for (uint32_t r = 0; r < FABRIC_MAX_RANKS; r++)
+            close_fd(&plane->relays[i][r]);
+    }
+}
+
 static void on_detached(daemon_participant_t *agent, const xpw_ArenaDetached *detached)
 {
     daemon_t *daemon = agent->daemon;
@@ -413,7 +429,7 @@ static void on_detached(daemon_participant_t *agent, const xpw_ArenaDetached *de
         snprintf(who, sizeof(who), "%s %.96s", wire_role_name(agent->role), agent->name);
         snprintf(what, sizeof(what), "the arenas of %s cannot be let go: %.256s",
                  daemon->config->models[detached->instance].id, detached->error);
-        daemon_fail(daemon, who, what);
+        daemon_generation_fail(daemon, who, what);
         return;
     }
     bool ffn = agent->role == xpw_Role_ROLE_FFNAGENT;
