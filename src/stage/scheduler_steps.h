@@ -755,20 +755,17 @@ PROTOCOL_FUNCTION int stage_scheduler_order(stage_scheduler_t *s, uint32_t insta
     return 1;
 }
 
-/* A rank or a member that is waited for may have ended the Instance: a rank that closed its arena
- * puts no line any more, and a member that found nonsense in its own line closed them all and
- * brings no partial. One rank's arena a look, since each is a trip over the link. */
+/* Who is waited for may have closed the arenas: a rank, or a member that found nonsense in its
+ * line. One rank's arena a look, since each is a trip over the link. 1: so it was. */
 PROTOCOL_FUNCTION int stage_scheduler_closed(stage_scheduler_t *s, uint32_t instance)
 {
     const stage_work_t *work = &s->work[instance];
-    const uint64_t looks = s->turn / STAGE_LOOK_TURNS / s->instances;
-    const uint32_t rank = (uint32_t)(looks % work->ranks);
+    const uint64_t rank = s->turn / STAGE_LOOK_TURNS / s->instances % work->ranks;
     const uint32_t reason =
         mailbox_closed((const mailbox_arena_t *)(uintptr_t)work->about.arenas[rank]);
-    if (!reason)
-        return 0;
-    stage_scheduler_drop(s, instance, reason < XP_STATUS_COUNT ? reason : (uint32_t)XP_PEER);
-    return 1;
+    if (reason)
+        stage_scheduler_drop(s, instance, reason < XP_STATUS_COUNT ? reason : (uint32_t)XP_PEER);
+    return reason != 0;
 }
 
 PROTOCOL_FUNCTION void stage_scheduler_age(stage_scheduler_t *s, uint32_t instance, uint64_t now_ns)
