@@ -27,9 +27,11 @@ def machine():
 
 
 def commit():
+    # A copy of the tree whose history is another's or none is told which commit it is.
+    if os.environ.get("XPOOL_COMMIT"):
+        return os.environ["XPOOL_COMMIT"]
     out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
-    # A copy of the tree without its history is told which commit it is.
-    return out.stdout.strip() if out.returncode == 0 else os.environ.get("XPOOL_COMMIT", "unknown")
+    return out.stdout.strip() if out.returncode == 0 else "unknown"
 
 
 def row(metric, value, unit, floor=None, peer=None, target=None, note=""):

@@ -5,7 +5,7 @@
  * L2 in all.
  *
  * usage: cuda_ffn_bench [quick] [dense-decode] [moe-decode] [dense-prefill] [moe-prefill]
- *                       [orders] [variants] [read]   (these only when named)
+ *                       [variants] [read]   (these only when named)
  * Rows go to stdout as lines of JSON; benches/cuda/ffn_on_device makes the file.
  */
 #include <math.h>
@@ -439,43 +439,6 @@ static void bench_moe_prefill(ffn_kit_t *kit)
     ffn_kit_model_free(kit, &m);
 }
 
-/* Dense decoding in every order in which a block may read gate and up (ffn/cuda/tables.h). */
-static void bench_orders(ffn_kit_t *kit)
-{
-    static const uint32_t counts[] = {1, 4, 8}, orders[] = {0, 1, 2, 4, 8};
-    const ffn_cuda_signature_t s = signature_dense();
-    const double floor_us = 3.0 * s.hidden * s.intermediate * 2 / copy_rate * 1e6;
-    static uint32_t cycles[2][FFN_CUDA_MAX_BLOCKS];
-    ffn_kit_model_t m;
-    bench_lanes_t l;
-    ffn_kit_model_make(kit, &s, 6, 1, false, &m);
-    lanes_make(kit, &m, 6, FFN_CUDA_DECODE_ROWS, 0, &l);
-    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++)
-        for (uint32_t o = 0; o < sizeof(orders) / sizeof(orders[0]); o++) {
-            char metric[96], note[200];
-            double mean[2] = {0};
-            for (uint32_t i = 0; i < l.count; i++)
-                l.lane[i].workspace.decode_order = orders[o];
-            lanes_rows(kit, &l, counts[c]);
-            const double graph = decode_graph_us(kit, &l);
-            const resident_times_t resident = resident_us(kit, &l, false, 0);
-            ffn_kit_read(kit, (cuda_address_t)(uintptr_t)l.lane[0].workspace.cycles, cycles,
-                         sizeof(cycles));
-            for (uint32_t phase = 0; phase < 2; phase++)
-                for (uint32_t b = 0; b < kit->kernels.blocks; b++)
-                    mean[phase] += (double)cycles[phase][b] / kit->kernels.blocks;
-            snprintf(metric, sizeof(metric), "ffn.dense.decode%u.order%u.copy_fraction", counts[c],
-                     orders[o]);
-            snprintf(note, sizeof(note),
-                     "resident mean %.2f us, P99 %.2f; captured %.2f; mean cycles of a block: gate "
-                     "and up %.0f, down %.0f",
-                     resident.mean_us, resident.p99_us, graph, mean[0], mean[1]);
-            row(metric, floor_us / resident.mean_us, "ratio", 1.0, NAN, NULL, note);
-        }
-    lanes_free(kit, &l);
-    ffn_kit_model_free(kit, &m);
-}
-
 /* How fast memory can be read at all, in several patterns, over 3.2 GB. */
 static void read_row(ffn_kit_t *kit, const char *name, uint32_t which, uint32_t blocks,
                      uint32_t threads, uint32_t shared, uint64_t bytes, void **parameters)
@@ -567,7 +530,7 @@ static double mean_cycles(ffn_kit_t *kit, const ffn_cuda_workspace_t *w)
     return mean;
 }
 
-/* Decoding with each kernel of stream.cu, and with decode.cu (variant 0). */
+/* Decoding with each variant of the decode kernel. */
 static void bench_variants_of(ffn_kit_t *kit, const char *name, const ffn_cuda_signature_t *s,
                               uint32_t layers, const uint32_t *counts, uint32_t count_of_counts)
 {
@@ -597,7 +560,7 @@ static void bench_variants_of(ffn_kit_t *kit, const char *name, const ffn_cuda_s
             }
         }
         const double floor_us = parts * part_bytes / copy_rate * 1e6;
-        for (uint32_t v = 0; v <= STREAM_VARIANT_COUNT; v++) {
+        for (uint32_t v = 0; v < DECODE_VARIANT_COUNT; v++) {
             char metric[96], note[700], text[500] = "";
             CHECK_OK(ffn_cuda_kernels_choose(&kit->kernels, v));
             for (uint32_t i = 0; i < l.count; i++)
@@ -610,7 +573,7 @@ static void bench_variants_of(ffn_kit_t *kit, const char *name, const ffn_cuda_s
                 l.lane[i].workspace.trace = (void *)(uintptr_t)trace;
             lanes_rows(kit, &l, rows);
             ffn_kit_set(kit, trace, 0, trace_bytes);
-            resident_us(kit, &l, false, 0);
+            resident_us(kit, &l, true, 0);
             trace_text(kit, trace, quick ? 256 : sample_count, text, sizeof(text));
             const double gate_cycles = mean_cycles(kit, &l.lane[0].workspace);
             snprintf(metric, sizeof(metric), "ffn.%s.decode%u.variant%u.%s", name, rows, v,
@@ -668,8 +631,6 @@ int main(int count, char **arguments)
     if (wanted(count, arguments, "moe-prefill"))
         bench_moe_prefill(&kit);
     for (int i = 1; i < count; i++) { /* only when asked for */
-        if (strcmp(arguments[i], "orders") == 0)
-            bench_orders(&kit);
         if (strcmp(arguments[i], "read") == 0)
             bench_read(&kit);
         if (strcmp(arguments[i], "variants") == 0)

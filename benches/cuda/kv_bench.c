@@ -397,8 +397,8 @@ static uint64_t free_bytes(const kit_t *kit)
     return left;
 }
 
-/* DO_FREE: free bytes now, and in `words` the fewest since it was asked last. DO_AWAIT_FREE: when
- * there are `value`, at most a second later. */
+/* DO_FREE: free bytes now, and in `words` the fewest since it was asked last; looks every ms from
+ * then on with `check`, else not. DO_AWAIT_FREE: when there are `value`, at most a second later. */
 static void watcher_main(int argc, char **argv)
 {
     if (argc < 6 || strcmp(argv[1], "watcher") != 0)
@@ -409,12 +409,13 @@ static void watcher_main(int argc, char **argv)
     answer_t ready = {0};
     CHECK(kit_send(socket, &ready, sizeof(ready), -1));
     uint64_t fewest = UINT64_MAX;
+    bool look = false;
     for (;;) {
         struct pollfd orders = {.fd = socket, .events = POLLIN};
         order_t order;
-        uint64_t now = free_bytes(&kit);
+        uint64_t now = look ? free_bytes(&kit) : UINT64_MAX;
         fewest = now < fewest ? now : fewest;
-        if (poll(&orders, 1, 1) != 1)
+        if (poll(&orders, 1, look ? 1 : 200) != 1)
             continue;
         if (!kit_receive(socket, &order, sizeof(order), NULL) || order.what == DO_QUIT)
             break;
@@ -427,6 +428,7 @@ static void watcher_main(int argc, char **argv)
         }
         answer.at_ns = xp_monotonic_ns();
         fewest = UINT64_MAX;
+        look = order.check;
         CHECK(kit_send(socket, &answer, sizeof(answer), -1));
     }
     kit_close(&kit);
@@ -658,6 +660,9 @@ static void memory(uint64_t base_free)
     /* Two handles stay in the ready pool. */
     const uint64_t ready = KV_READY_BUNDLES_CUDA * (bench.grant_bytes / BUNDLES);
     const uint64_t wanted = bench.grant_bytes - ready - bench.grant_bytes / 64;
+    ask(&bench.watcher, DO_FREE, 0, true);
+    for (uint32_t i = 1; i < 6; i++)
+        demand(i % 2, false);
     demand(0, false);
     answer_t full = ask(&bench.watcher, DO_FREE, 0, false);
     const uint64_t begin_ns = xp_monotonic_ns();
@@ -675,9 +680,8 @@ static void memory(uint64_t base_free)
     const double used = (double)base_free - (double)full.words;
     const double excess = (used - (double)bench.grant_bytes) / (1 << 20);
     snprintf(note, sizeof(note),
-             "fewest free bytes in %u grants against those at the start less one grant, sampled "
-             "every ms",
-             2 * bench.rounds + 2);
+             "fewest free bytes in six grants from donors against those at the start less one "
+             "grant, looked at every ms");
     if (!bench.fake)
         kit_row("kv.cuda.pool_excess_mib", excess > 0 ? excess : 0, "MiB", -1, "<= 16", note);
     expect(fallen.bytes >= full.bytes + wanted, "the device's memory did not come back");

@@ -61,6 +61,7 @@ static void on_join(atnagent_t *self, const xpw_Join *join, wire_descriptors_t *
         return;
     }
     fabric_atn_observe(self->service, self->observe);
+    fabric_atn_keep_arenas(self->service); /* what becomes of open requests is for the daemon */
     if (worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;

@@ -2,7 +2,8 @@
 /*
  * AtnAgent of a GPU. On the direct lane rows pass it by: it holds its place in the Generation and
  * touches no device. With the relay it owns the resident kernel that carries rows and answers. One
- * thread, the event loop's; no call on the device waits longer than ATTACH_LIMIT_NS.
+ * thread, the event loop's; no call on the device waits longer than ATTACH_LIMIT_NS. Joining the
+ * symmetric heap of provider nvshmem has a thread of its own.
  */
 #include <signal.h>
 #include <stdio.h>
@@ -12,6 +13,7 @@
 
 #include "agents/agents.h"
 #include "agents/environment.h"
+#include "agents/heap.h"
 #include "agents/join.h"
 #include "base/clock.h"
 #include "base/log.h"
@@ -35,6 +37,7 @@ typedef struct atnagent {
     uint32_t life_index;
     cuda_device_t device;
     transport_cuda_life_t life;
+    agent_heap_t heap; /* provider nvshmem */
     stage_atn_t *stage;
     uint32_t opened[FABRIC_MAX_INSTANCES]; /* bits of FfnAgents whose stages are mapped */
     bool finalizing;
@@ -76,14 +79,19 @@ static xp_status_t offer_relays(atnagent_t *self)
     return XP_OK;
 }
 
-static xp_status_t start_relay(atnagent_t *self)
+static xp_status_t open_device(atnagent_t *self)
 {
     const cuda_driver_t *driver;
     XP_TRY(cuda_driver_load(&driver));
-    XP_TRY(cuda_device_open(driver, self->ordinal, &self->device));
+    return cuda_device_open(driver, self->ordinal, &self->device);
+}
+
+static xp_status_t start_relay(atnagent_t *self)
+{
     XP_TRY(transport_cuda_life_open(&self->device, self->life_fd, self->life_index, &self->life));
-    XP_TRY(stage_atn_create(&self->device, self->plan, self->index, &self->life, &self->stage));
-    return offer_relays(self);
+    XP_TRY(stage_atn_create(&self->device, self->plan, self->index, &self->life, self->heap.heap,
+                            &self->stage));
+    return self->heap.heap ? XP_OK : offer_relays(self);
 }
 
 static bool serves_a_rank(const atnagent_t *self)
@@ -95,16 +103,46 @@ static bool serves_a_rank(const atnagent_t *self)
     return false;
 }
 
+static xp_status_t send_joined(atnagent_t *self)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_joined_tag};
+    envelope.body.joined.generation = self->plan->generation;
+    return participant_send(self->participant, &envelope, NULL, 0);
+}
+
+static void heap_joined(void *context, xp_status_t status, const char *error)
+{
+    atnagent_t *self = context;
+    if (status != XP_OK) {
+        participant_fail(self->participant, error);
+        return;
+    }
+    status = serves_a_rank(self) ? start_relay(self) : XP_OK;
+    if (status == XP_OK)
+        status = send_joined(self);
+    if (status != XP_OK)
+        participant_fail(self->participant, xp_error_last()->text);
+}
+
 static xp_status_t on_join(atnagent_t *self, const xpw_Join *join, wire_descriptors_t *fds)
 {
     if (self->plan || self->life_fd < 0)
         return xp_fail(XP_PEER, "Join out of order");
     XP_TRY(agent_join(join, fds, &self->plan, NULL));
-    if (self->relay && serves_a_rank(self))
+    if (fabric_provider_heap(self->plan->provider)) { /* with or without ranks: all PEs join */
+        XP_TRY(open_device(self));
+        self->heap = (agent_heap_t){.device = &self->device,
+                                    .pe = join->pe,
+                                    .base = self->base,
+                                    .done = heap_joined,
+                                    .context = self};
+        return agent_heap_begin(&self->heap, self->config, self->plan, self->participant);
+    }
+    if (self->relay && serves_a_rank(self)) {
+        XP_TRY(open_device(self));
         XP_TRY(start_relay(self));
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_joined_tag};
-    envelope.body.joined.generation = join->generation;
-    return participant_send(self->participant, &envelope, NULL, 0);
+    }
+    return send_joined(self);
 }
 
 static xp_status_t on_stage(atnagent_t *self, const xpw_StageGrant *grant, wire_descriptors_t *fds)
@@ -162,6 +200,9 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         break;
     case xpw_Envelope_join_tag:
         status = on_join(self, &envelope->body.join, fds);
+        break;
+    case xpw_Envelope_fabric_id_tag:
+        status = agent_heap_on_id(&self->heap, &envelope->body.fabric_id);
         break;
     case xpw_Envelope_stage_grant_tag:
         status = on_stage(self, &envelope->body.stage_grant, fds);
@@ -224,10 +265,13 @@ int atnagent_cuda_run(const config_t *config, const char *device)
     }
     event_base_dispatch(self->base);
     exit_code = participant_exit_code(self->participant);
+    if (!self->heap.joined) /* the thread that joins holds the device */
+        agent_heap_end(&self->heap, exit_code);
 done:
     participant_destroy(self->participant);
     stage_atn_destroy(self->stage);
     transport_cuda_life_close(&self->life);
+    agent_heap_end(&self->heap, exit_code);
     cuda_device_close(&self->device);
     if (self->life_fd >= 0)
         close(self->life_fd);

@@ -192,6 +192,9 @@ xp_status_t environment_agent(const config_t *config, const config_device_t *dev
                               int *ordinal_out)
 {
     XP_TRY(prepare_driver(true));
+    /* Two PEs on one GPU: NVSHMEM supports all it has only if their parts make no more than it. */
+    if (gpus_shared(config, device) && strncmp(config->fabric_provider, "nvshmem", 7) == 0)
+        XP_TRY(set_variable("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50", true));
     if (!ffn_role || gpus_shared(config, device)) {
         XP_TRY(join_mps(config, &device, 1));
         *ordinal_out = 0;

@@ -38,7 +38,13 @@ typedef struct ffnagent {
     worker_t loader, worker;
     struct event *on_progress;
     _Atomic uint64_t done_before, done_bytes;
-    _Atomic(const char *) loading; /* model id, lives in the configuration */
+    _Atomic(const char *) loading;            /* model id, lives in the configuration */
+    ffn_weights_t kept[FABRIC_MAX_INSTANCES]; /* by a former FfnAgent; fd -1: none */
+    uint32_t loading_weights;                 /* the loader's */
+    _Atomic uint64_t refused;                 /* bits of kept shards that are not the plan's */
+    uint64_t told_refused;
+    uint64_t adopted; /* bits of shards taken over; the loader's until it is done */
+    uint64_t adopted_bytes, read_bytes;
     bool finalizing, loading_done;
 } ffnagent_t;
 
@@ -82,6 +88,63 @@ static void count_progress(void *context, uint64_t done_bytes, uint64_t total_by
 {
     ffnagent_t *self = context;
     atomic_store(&self->done_bytes, atomic_load(&self->done_before) + done_bytes);
+}
+
+/* The kept shard is another one: the daemon is to let go of it before as much is loaded anew. */
+static void note_refused(void *context)
+{
+    ffnagent_t *self = context;
+    ffn_weights_t *kept = &self->kept[self->loading_weights];
+    close(kept->fd);
+    kept->fd = -1;
+    atomic_fetch_or(&self->refused, (uint64_t)1 << self->loading_weights);
+}
+
+static void send_refused(ffnagent_t *self)
+{
+    uint64_t refused = atomic_load(&self->refused) & ~self->told_refused;
+    self->told_refused |= refused;
+    for (; refused; refused &= refused - 1) {
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
+        envelope.body.kept_weights.weights = (uint32_t)__builtin_ctzll(refused);
+        envelope.body.kept_weights.refused = true;
+        participant_send(self->participant, &envelope, NULL, 0);
+    }
+}
+
+static void take_kept(ffnagent_t *self, const xpw_KeptWeights *message, wire_descriptors_t *fds)
+{
+    if (self->loader.started || message->weights >= FABRIC_MAX_INSTANCES || message->blocks != 1 ||
+        fds->count != 1 || self->kept[message->weights].fd >= 0) {
+        participant_fail(self->participant, "KeptWeights out of order");
+        return;
+    }
+    self->kept[message->weights] = (ffn_weights_t){.fd = wire_descriptors_take(fds, 0),
+                                                   .bytes = message->bytes,
+                                                   .identity = message->identity,
+                                                   .content = message->content};
+}
+
+/* What was loaded here outlives this process with the daemon. */
+static xp_status_t offer_weights(ffnagent_t *self)
+{
+    for (uint32_t w = 0; self->config->deadlines.reform > 0 && w < self->plan->weights_count; w++) {
+        ffn_weights_t weights;
+        if ((self->adopted >> w & 1) || !ffn_runtime_model_bytes(self->runtime, w))
+            continue;
+        XP_TRY(ffn_runtime_export(self->runtime, w, &weights));
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
+        envelope.body.kept_weights = (xpw_KeptWeights){.weights = w,
+                                                       .blocks = 1,
+                                                       .bytes = weights.bytes,
+                                                       .identity = weights.identity,
+                                                       .content = weights.content};
+        xp_status_t status = participant_send(self->participant, &envelope, &weights.fd, 1);
+        close(weights.fd);
+        if (status != XP_OK)
+            return status;
+    }
+    return XP_OK;
 }
 
 /* The group of a weight set, over all layers, and the first Instance that uses it. */
@@ -140,6 +203,8 @@ static xp_status_t load_job(void *context)
             return xp_fail(XP_INVALID, "the plan names model %s, the configuration does not",
                            self->plan->instances[first].id);
         atomic_store(&self->loading, model->id);
+        self->loading_weights = w;
+        ffn_load_report_t report;
         ffn_install_t install = {
             .model = w,
             .model_id = model->id,
@@ -151,10 +216,19 @@ static xp_status_t load_job(void *context)
             .readers = self->config->loader_parallelism,
             .progress = count_progress,
             .progress_context = self,
+            .kept = self->kept[w].fd >= 0 ? &self->kept[w] : NULL,
+            .refused = note_refused,
+            .report = &report,
         };
         xp_status_t status = ffn_runtime_install(self->runtime, &install);
         if (status != XP_OK)
             return xp_fail_context(status, "model %s", model->id);
+        xp_log_info("model %s: %llu bytes adopted, %llu read, in %.2f s", model->id,
+                    (unsigned long long)(report.adopted ? report.bytes : 0),
+                    (unsigned long long)report.read, (double)report.took_ns / 1e9);
+        self->adopted |= (uint64_t)report.adopted << w;
+        self->adopted_bytes += report.adopted ? report.bytes : 0;
+        self->read_bytes += report.read;
         atomic_fetch_add(&self->done_before, ffn_runtime_model_bytes(self->runtime, w));
         atomic_store(&self->done_bytes, atomic_load(&self->done_before));
     }
@@ -164,6 +238,7 @@ static xp_status_t load_job(void *context)
 static void send_progress(evutil_socket_t fd, short events, void *context)
 {
     ffnagent_t *self = context;
+    send_refused(self);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_progress_tag};
     envelope.body.progress.done_bytes = atomic_load(&self->done_bytes);
     const char *what = atomic_load(&self->loading);
@@ -198,6 +273,10 @@ static void load_done(void *context, xp_status_t status, const char *error)
         return;
     }
     send_progress(-1, 0, self);
+    if (offer_weights(self) != XP_OK) {
+        participant_fail(self->participant, xp_error_last()->text);
+        return;
+    }
     ffn_stats_t stats;
     ffn_runtime_stats(self->runtime, &stats);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_executable_tag};
@@ -206,6 +285,8 @@ static void load_done(void *context, xp_status_t status, const char *error)
     executable->workspace_bytes = stats.workspace_bytes;
     executable->signatures = stats.signatures;
     executable->templates = stats.templates;
+    executable->read_bytes = self->read_bytes;
+    executable->adopted_bytes = self->adopted_bytes;
     executable->weights_count = (pb_size_t)self->plan->weights_count;
     for (uint32_t w = 0; w < self->plan->weights_count; w++)
         executable->weights[w] = ffn_runtime_model_bytes(self->runtime, w);
@@ -235,6 +316,9 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         participant_send(self->participant, &answer, NULL, 0);
         break;
     }
+    case xpw_Envelope_kept_weights_tag:
+        take_kept(self, &envelope->body.kept_weights, fds);
+        break;
     case xpw_Envelope_prepare_tag: {
         if (!self->fabric || self->loader.started) {
             participant_fail(self->participant, "Prepare out of order");
@@ -288,6 +372,8 @@ int ffnagent_run(const config_t *config, const char *device)
     participant_handlers_t handlers = {
         .message = on_message, .stop = on_stop, .failed = on_failed, .context = self};
     self->loader.event_fd = self->worker.event_fd = -1;
+    for (uint32_t w = 0; w < FABRIC_MAX_INSTANCES; w++)
+        self->kept[w].fd = -1;
     self->config = config;
     self->device = config_device_find(config, true, device, &self->index);
     if (!self->device) {
@@ -327,6 +413,9 @@ done:
     observe_close(self->observe);
     fabric_detach(self->fabric);
     ffn_runtime_destroy(self->runtime);
+    for (uint32_t w = 0; w < FABRIC_MAX_INSTANCES; w++)
+        if (self->kept[w].fd >= 0)
+            close(self->kept[w].fd);
     free(self->plan);
     if (self->on_progress)
         event_free(self->on_progress);

@@ -17,6 +17,7 @@
 
 #include "agents/agents.h"
 #include "agents/environment.h"
+#include "agents/heap.h"
 #include "agents/join.h"
 #include "agents/worker.h"
 #include "base/clock.h"
@@ -53,6 +54,7 @@ typedef struct ffnagent {
     uint32_t life_index;
     cuda_device_t device;
     transport_cuda_life_t life;
+    agent_heap_t heap; /* provider nvshmem */
     ffn_cuda_runtime_t *runtime;
     stage_ffn_t *stage;
     observe_t *observe;
@@ -69,6 +71,12 @@ typedef struct ffnagent {
     uint64_t stats_ns;
     _Atomic uint64_t done_before, done_bytes;
     _Atomic(const char *) loading; /* model id, lives in the configuration */
+    ffn_cuda_weights_t *kept;      /* [FABRIC_MAX_INSTANCES], by a former FfnAgent; count 0: none */
+    uint32_t loading_weights;      /* the loader's */
+    uint64_t adopted;              /* bits of shards taken over; the loader's until it is done */
+    uint64_t adopted_bytes, read_bytes;
+    _Atomic uint64_t refused; /* bits of kept shards that are not the plan's */
+    uint64_t told_refused;
     bool prepared, loaded, started, finalizing, failed;
 } ffnagent_t;
 
@@ -96,9 +104,83 @@ static void count_progress(void *context, uint64_t done_bytes, uint64_t total_by
     atomic_store(&self->done_bytes, atomic_load(&self->done_before) + done_bytes);
 }
 
+/* ---- weights from one FfnAgent to the next ---------------------------------------------------
+ */
+
+static void forget_kept(ffn_cuda_weights_t *kept)
+{
+    for (uint32_t b = 0; b < kept->count; b++)
+        close(kept->fd[b]);
+    kept->count = 0;
+}
+
+static void note_refused(void *context)
+{
+    ffnagent_t *self = context;
+    atomic_fetch_or(&self->refused, (uint64_t)1 << self->loading_weights);
+}
+
+static xp_status_t on_kept(ffnagent_t *self, const xpw_KeptWeights *message,
+                           wire_descriptors_t *fds)
+{
+    _Static_assert(FFN_CUDA_WEIGHT_BLOCKS == 32, "as many as the daemon keeps of a shard");
+    ffn_cuda_weights_t *kept = &self->kept[message->weights % FABRIC_MAX_INSTANCES];
+    if (self->prepared || message->weights >= FABRIC_MAX_INSTANCES || fds->count != 1 ||
+        message->blocks > FFN_CUDA_WEIGHT_BLOCKS || message->block >= message->blocks ||
+        message->block != kept->count)
+        return xp_fail(XP_PEER, "KeptWeights out of order");
+    kept->fd[kept->count] = wire_descriptors_take(fds, 0);
+    kept->bytes[kept->count++] = message->bytes;
+    kept->identity = message->identity;
+    kept->content = message->content;
+    return XP_OK;
+}
+
+/* Kept shards that were not adopted: the daemon is to let go of them too. */
+static void send_refused(ffnagent_t *self)
+{
+    uint64_t refused = atomic_load(&self->refused) & ~self->told_refused;
+    self->told_refused |= refused;
+    for (; refused; refused &= refused - 1) {
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
+        envelope.body.kept_weights.weights = (uint32_t)__builtin_ctzll(refused);
+        envelope.body.kept_weights.refused = true;
+        participant_send(self->participant, &envelope, NULL, 0);
+    }
+}
+
+static xp_status_t offer_shard(ffnagent_t *self, uint32_t model)
+{
+    ffn_cuda_weights_t weights;
+    xp_status_t status = XP_OK;
+    XP_TRY(ffn_cuda_runtime_export(self->runtime, model, &weights));
+    for (uint32_t b = 0; b < weights.count && status == XP_OK; b++) {
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
+        envelope.body.kept_weights = (xpw_KeptWeights){.weights = model,
+                                                       .block = b,
+                                                       .blocks = weights.count,
+                                                       .bytes = weights.bytes[b],
+                                                       .identity = weights.identity,
+                                                       .content = weights.content};
+        status = participant_send(self->participant, &envelope, &weights.fd[b], 1);
+    }
+    forget_kept(&weights);
+    return status;
+}
+
+/* What was loaded here outlives this process with the daemon. */
+static xp_status_t offer_weights(ffnagent_t *self)
+{
+    for (uint32_t w = 0; self->config->deadlines.reform > 0 && w < self->plan->weights_count; w++)
+        if (!(self->adopted >> w & 1) && ffn_cuda_runtime_model_bytes(self->runtime, w))
+            XP_TRY(offer_shard(self, w));
+    return XP_OK;
+}
+
 static void send_progress(evutil_socket_t fd, short events, void *context)
 {
     ffnagent_t *self = context;
+    send_refused(self);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_progress_tag};
     envelope.body.progress.done_bytes = atomic_load(&self->done_bytes);
     const char *what = atomic_load(&self->loading);
@@ -141,13 +223,21 @@ static xp_status_t install(ffnagent_t *self, uint32_t weights)
                            .tp_size = (uint32_t)__builtin_popcount(group),
                            .readers = self->config->loader_parallelism,
                            .progress = count_progress,
-                           .progress_context = self};
+                           .progress_context = self,
+                           .refused = note_refused};
+    self->loading_weights = weights;
     ffn_cuda_load_report_t report;
-    xp_status_t status = ffn_cuda_runtime_install(self->runtime, &shard, NULL, &report);
+    ffn_cuda_weights_t *kept = self->kept[weights].count ? &self->kept[weights] : NULL;
+    xp_status_t status = ffn_cuda_runtime_install(self->runtime, &shard, kept, &report);
     if (status != XP_OK)
         return xp_fail_context(status, "model %s", model->id);
-    xp_log_info("model %s: %.1f MiB in %.2f s (%.2f GB/s)", model->id,
-                (double)report.bytes / 1048576.0, (double)report.took_ns / 1e9,
+    forget_kept(&self->kept[weights]);
+    self->adopted |= (uint64_t)report.adopted << weights;
+    self->adopted_bytes += report.adopted ? report.bytes : 0;
+    self->read_bytes += report.read;
+    xp_log_info("model %s: %llu bytes adopted, %llu read, in %.2f s (%.2f GB/s)", model->id,
+                (unsigned long long)(report.adopted ? report.bytes : 0),
+                (unsigned long long)report.read, (double)report.took_ns / 1e9,
                 report.took_ns ? (double)report.bytes / (double)report.took_ns : 0.0);
     atomic_fetch_add(&self->done_before, report.bytes);
     atomic_store(&self->done_bytes, atomic_load(&self->done_before));
@@ -183,7 +273,7 @@ static xp_status_t load_job(void *context)
         return xp_fail(XP_UNSUPPORTED, "XPOOL_TEST_ZERO_FFN is for FfnAgents on CPU devices");
     if (!used(self))
         return XP_OK;
-    XP_TRY(open_device(self));
+    XP_TRY(self->heap.heap ? cuda_device_use(&self->device) : open_device(self));
     stage_ffn_bytes(self->plan, self->index, &stages);
     uint64_t taken = stages.stages + stages.partials + stages.tables;
     ffn_cuda_config_t config = {
@@ -192,7 +282,8 @@ static xp_status_t load_job(void *context)
         .max_rows = stage_max_rows(self->plan, self->index),
         .buffer_rows = stage_buffer_rows(self->plan, self->index),
         .memory_bytes = self->memory_bytes > taken ? self->memory_bytes - taken : 1,
-        .resident = !shared(self),
+        /* The courier needs a multiprocessor, and the resident kernel leaves none. */
+        .resident = !shared(self) && self->plan->provider != FABRIC_PROVIDER_NVSHMEM_FAR,
         .shared_role = shared(self),
         .library = true,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,
@@ -234,9 +325,12 @@ static xp_status_t make_stages(ffnagent_t *self)
                                  .plan = self->plan,
                                  .ffn = self->index,
                                  .life = shared(self) ? &self->life : NULL,
+                                 .heap = self->heap.heap,
                                  .dispatch = ffn_cuda_runtime_dispatch(self->runtime)};
     XP_TRY(cuda_device_use(&self->device));
     XP_TRY(stage_ffn_create(&config, &self->stage));
+    if (self->heap.heap)
+        return XP_OK; /* everybody knows where it lies */
     for (uint32_t i = 0; i < self->plan->instance_count; i++) {
         const fabric_plan_instance_t *instance = &self->plan->instances[i];
         int fd;
@@ -271,6 +365,8 @@ static void send_executable(ffnagent_t *self, const ffn_cuda_stats_t *stats)
     executable->workspace_bytes = stats->workspace_bytes + stats->table_bytes;
     executable->signatures = stats->signatures;
     executable->templates = stats->templates;
+    executable->read_bytes = self->read_bytes;
+    executable->adopted_bytes = self->adopted_bytes;
     executable->weights_count = (pb_size_t)self->plan->weights_count;
     for (uint32_t w = 0; w < self->plan->weights_count; w++)
         executable->weights[w] = self->runtime ? ffn_cuda_runtime_model_bytes(self->runtime, w) : 0;
@@ -337,7 +433,7 @@ static void load_done(void *context, xp_status_t status, const char *error)
     }
     if (observe_open(self->config->observe.folder, OBSERVE_FFN, self->configured->name,
                      self->config->observe.records, &self->observe) != XP_OK ||
-        make_stages(self) != XP_OK) {
+        offer_weights(self) != XP_OK || make_stages(self) != XP_OK) {
         give_up(self);
         return;
     }
@@ -371,29 +467,40 @@ static void forget_arenas(ffnagent_t *self, uint32_t instance)
     }
 }
 
+static void attach_all(ffnagent_t *self, uint32_t instance, uint32_t rank, const int *arenas,
+                       uint32_t ranks)
+{
+    xp_status_t status =
+        stage_ffn_attach(self->stage, instance, arenas, ranks, within(ATTACH_LIMIT_NS));
+    if (status == XP_OK)
+        self->attached |= (uint64_t)1 << instance;
+    else
+        xp_log_error("cannot attach the arenas of an Instance");
+    answer_attach(self, instance, rank, status);
+}
+
 static xp_status_t on_attach(ffnagent_t *self, const xpw_ArenaAttach *attach,
                              wire_descriptors_t *fds)
 {
-    if (!self->started || attach->instance >= self->plan->instance_count || fds->count != 1 ||
+    if (!self->started || attach->instance >= self->plan->instance_count ||
+        fds->count != (self->heap.heap ? 0 : 1) ||
         attach->rank >= fabric_plan_ranks(&self->plan->instances[attach->instance]))
         return xp_fail(XP_PEER, "ArenaAttach out of order or without its descriptor");
     uint32_t i = attach->instance, ranks = fabric_plan_ranks(&self->plan->instances[i]);
     if (attach->lease != self->leases[i])
         forget_arenas(self, i); /* of ranks that went before all had come */
     self->leases[i] = attach->lease;
+    if (self->heap.heap) {
+        attach_all(self, i, attach->rank, NULL, ranks);
+        return XP_OK;
+    }
     if (self->arenas[i][attach->rank] >= 0)
         return xp_fail(XP_PEER, "a second arena of the same rank");
     self->arenas[i][attach->rank] = wire_descriptors_take(fds, 0);
     for (uint32_t r = 0; r < ranks; r++)
         if (self->arenas[i][r] < 0)
             return XP_OK;
-    xp_status_t status =
-        stage_ffn_attach(self->stage, i, self->arenas[i], ranks, within(ATTACH_LIMIT_NS));
-    if (status == XP_OK)
-        self->attached |= (uint64_t)1 << i;
-    else
-        xp_log_error("cannot attach the arenas of an Instance");
-    answer_attach(self, i, attach->rank, status);
+    attach_all(self, i, attach->rank, self->arenas[i], ranks);
     forget_arenas(self, i);
     return XP_OK;
 }
@@ -562,14 +669,36 @@ static xp_status_t on_plane(ffnagent_t *self, const xpw_DevicePlane *plane, wire
     return XP_OK;
 }
 
+static xp_status_t send_joined(ffnagent_t *self)
+{
+    xpw_Envelope answer = {.which_body = xpw_Envelope_joined_tag};
+    answer.body.joined.generation = self->plan->generation;
+    return participant_send(self->participant, &answer, NULL, 0);
+}
+
+static void heap_joined(void *context, xp_status_t status, const char *error)
+{
+    ffnagent_t *self = context;
+    if (status != XP_OK)
+        participant_fail(self->participant, error);
+    else if (send_joined(self) != XP_OK)
+        give_up(self);
+}
+
 static xp_status_t on_join(ffnagent_t *self, const xpw_Join *join, wire_descriptors_t *fds)
 {
     if (self->plan || self->life_fd < 0)
         return xp_fail(XP_PEER, "Join out of order");
     XP_TRY(agent_join(join, fds, &self->plan, NULL));
-    xpw_Envelope answer = {.which_body = xpw_Envelope_joined_tag};
-    answer.body.joined.generation = join->generation;
-    return participant_send(self->participant, &answer, NULL, 0);
+    if (!fabric_provider_heap(self->plan->provider))
+        return send_joined(self);
+    XP_TRY(open_device(self)); /* with or without weights: all PEs join */
+    self->heap = (agent_heap_t){.device = &self->device,
+                                .pe = join->pe,
+                                .base = self->base,
+                                .done = heap_joined,
+                                .context = self};
+    return agent_heap_begin(&self->heap, self->config, self->plan, self->participant);
 }
 
 static xp_status_t on_prepare(ffnagent_t *self, const xpw_Prepare *prepare)
@@ -607,6 +736,12 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
         break;
     case xpw_Envelope_join_tag:
         status = on_join(self, &envelope->body.join, fds);
+        break;
+    case xpw_Envelope_kept_weights_tag:
+        status = on_kept(self, &envelope->body.kept_weights, fds);
+        break;
+    case xpw_Envelope_fabric_id_tag:
+        status = agent_heap_on_id(&self->heap, &envelope->body.fabric_id);
         break;
     case xpw_Envelope_prepare_tag:
         status = on_prepare(self, &envelope->body.prepare);
@@ -658,22 +793,27 @@ static void leave_at_once(ffnagent_t *self, int exit_code)
 {
     if (self->stage && self->started)
         (void)stage_ffn_stop(self->stage, within(FAIL_LIMIT_NS));
+    agent_heap_end(&self->heap, exit_code);
     _exit(exit_code);
 }
 
-static void free_all(ffnagent_t *self)
+static void free_all(ffnagent_t *self, int exit_code)
 {
     if (self->device.driver)
         (void)cuda_device_use(&self->device);
     stage_ffn_destroy(self->stage);
     ffn_cuda_runtime_destroy(self->runtime);
     transport_cuda_life_close(&self->life);
+    agent_heap_end(&self->heap, exit_code);
     cuda_device_close(&self->device);
     observe_close(self->observe);
     if (self->life_fd >= 0)
         close(self->life_fd);
     for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++)
         forget_arenas(self, i);
+    for (uint32_t w = 0; self->kept && w < FABRIC_MAX_INSTANCES; w++)
+        forget_kept(&self->kept[w]);
+    free(self->kept);
     free(self->plan);
 }
 
@@ -692,8 +832,13 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
     self->config = config;
     self->life_fd = -1;
     memset(self->arenas, 0xff, sizeof(self->arenas)); /* -1: none */
+    self->kept = calloc(FABRIC_MAX_INSTANCES, sizeof(*self->kept));
     self->configured = config_device_find(config, true, device, &self->index);
     XP_ASSERT(self->configured);
+    if (!self->kept) {
+        xp_log_err("no memory for kept weights");
+        goto done;
+    }
     if (environment_agent(config, self->configured, true, &self->ordinal) != XP_OK) {
         xp_log_error("cannot start");
         goto done;
@@ -711,13 +856,14 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
     }
     event_base_dispatch(self->base);
     exit_code = participant_exit_code(self->participant);
-    if (exit_code || !worker_join(&self->loader, 0) || !worker_join(&self->starter, 0))
+    if (exit_code || !worker_join(&self->heap.worker, 0) || !worker_join(&self->loader, 0) ||
+        !worker_join(&self->starter, 0))
         leave_at_once(self, exit_code);
     worker_fini(&self->loader);
     worker_fini(&self->starter);
 done:
     participant_destroy(self->participant);
-    free_all(self);
+    free_all(self, exit_code);
     if (self->on_progress)
         event_free(self->on_progress);
     if (self->on_look)

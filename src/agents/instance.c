@@ -74,8 +74,9 @@ static xp_status_t ffn_call(void *context, uint32_t layer, uint32_t rows, uint32
                                 .row_stride = self->admitted.hidden};
     transport_tensor_t output = input;
     output.data = out;
-    uint64_t deadline =
-        xp_monotonic_ns() + fabric_plan_caller_patience_ns(self->admitted.submission_timeout_ns);
+    uint64_t deadline = xp_monotonic_ns() +
+                        fabric_plan_caller_patience_ns(self->admitted.submission_timeout_ns) +
+                        self->admitted.pause_ns;
     xp_status_t status =
         transport_client_call(self->transport, &request, &input, &output, deadline);
     if (status != XP_OK && !atomic_load(&self->ffn_failed)) {

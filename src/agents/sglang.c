@@ -158,8 +158,11 @@ static void build_command(const config_t *config, const config_model_t *model,
     /* Its kernels wait for those of other ranks, and know nothing of life words. */
     if (plan->ranks > 1)
         add(command, "--disable-custom-all-reduce");
-    if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA)
+    if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CUDA) {
         add_option(command, "--device", "cuda");
+        if (plan->kv_elastic) /* its layers are strided, which other backends do not expect */
+            add_option(command, "--attention-backend", "triton");
+    }
     if (config->atn[plan->rank_atn[0]].kind == CONFIG_DEVICE_CPU) {
         add_option(command, "--device", "cpu");
         add_option(command, "--attention-backend", "torch_native");

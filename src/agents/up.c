@@ -28,7 +28,8 @@
 #define UP_CHECK_NS      (200 * XP_NS_PER_MS)
 #define UP_SLACK_S       5 /* past the daemon's own deadlines of an ordered end */
 #define UP_GRACE_NS      (700 * XP_NS_PER_MS) /* after a failure, before what is left is killed */
-#define UP_SWEEP_NS      (1 * XP_NS_PER_S)    /* for what an engine's main process leaves behind */
+#define UP_SHORT_LIFE_NS (1 * XP_NS_PER_S)
+#define UP_SWEEP_NS      (1 * XP_NS_PER_S) /* for what an engine's main process leaves behind */
 
 typedef struct up_child {
     pid_t pid;     /* 0 when it has ended */
@@ -38,13 +39,18 @@ typedef struct up_child {
      * its own that a terminal's Ctrl-C must not reach. */
     bool engine;
     uint64_t gone_ns; /* when its main process was seen dead while others of its group lived */
+    uint64_t born_ns;
+    uint64_t again_ns; /* an agent whose Generation failed: when to start its successor; 0 = not */
 } up_child_t;
 
 typedef struct up {
     const config_t *config;
+    const char *program;
+    char *const *config_arguments;
     up_child_t children[UP_MAX_CHILDREN];
     uint32_t count;
     bool stopping, failed, ready, interrupted, killed;
+    uint64_t changed_ns; /* the first agent of the last failed Generation was seen dead */
     uint64_t kill_at_ns; /* 0 = no force yet */
     int exit_code;
     char last_reason[256];
@@ -55,22 +61,37 @@ static const char *child_role(const up_child_t *child)
     return child->role == xpw_Role_ROLE_NONE ? "daemon" : wire_role_name(child->role);
 }
 
-static xp_status_t spawn(up_t *up, const char *program, char *const *config_arguments,
-                         xpw_Role role, const char *name, bool engine, const char *const *words)
+/* Starts `child`, whose role and name are set. */
+static xp_status_t start_child(const up_t *up, up_child_t *child)
 {
     char *arguments[UP_MAX_ARGUMENTS];
     uint32_t count = 0;
-    arguments[count++] = (char *)program;
-    for (; *words; words++)
-        arguments[count++] = (char *)*words;
-    for (; config_arguments && *config_arguments && count < UP_MAX_ARGUMENTS - 1;
-         config_arguments++)
-        arguments[count++] = *config_arguments;
+    arguments[count++] = (char *)up->program;
+    switch (child->role) {
+    case xpw_Role_ROLE_NONE:
+        arguments[count++] = "daemon";
+        arguments[count++] = "serve";
+        break;
+    case xpw_Role_ROLE_INSTANCE:
+        arguments[count++] = "serve";
+        arguments[count++] = child->name;
+        break;
+    case xpw_Role_ROLE_GATEWAY:
+        arguments[count++] = "gateway";
+        break;
+    default:
+        arguments[count++] = child->role == xpw_Role_ROLE_FFNAGENT ? "ffnagent" : "atnagent";
+        arguments[count++] = "--device";
+        arguments[count++] = child->name;
+    }
+    for (char *const *more = up->config_arguments; more && *more && count < UP_MAX_ARGUMENTS - 1;
+         more++)
+        arguments[count++] = *more;
     arguments[count] = NULL;
     pid_t parent = getpid();
     pid_t pid = fork();
     if (pid < 0)
-        return xp_fail_errno(XP_IO, "cannot start %s", name);
+        return xp_fail_errno(XP_IO, "cannot start %s", child->name);
     if (pid == 0) {
         /* SIGTERM stays blocked until the role can act on it, so that none kills it half started;
          * Ctrl-C and a closing terminal are for `up` alone. */
@@ -80,22 +101,30 @@ static xp_status_t spawn(up_t *up, const char *program, char *const *config_argu
         sigprocmask(SIG_SETMASK, &term, NULL);
         signal(SIGINT, SIG_IGN);
         signal(SIGHUP, SIG_IGN);
-        if (engine)
+        if (child->engine)
             setpgid(0, 0);
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != parent)
             _exit(1);
         execv("/proc/self/exe", arguments);
-        fprintf(stderr, "xpool: cannot start %s: %s\n", program, strerror(errno));
+        fprintf(stderr, "xpool: cannot start %s: %s\n", up->program, strerror(errno));
         _exit(127);
     }
-    up_child_t *child = &up->children[up->count++];
     child->pid = pid;
-    child->role = role;
-    child->engine = engine;
-    if (engine)
+    child->gone_ns = child->again_ns = 0;
+    child->born_ns = xp_monotonic_ns();
+    if (child->engine)
         setpgid(pid, pid); /* here too: whoever comes first */
+    return XP_OK;
+}
+
+static xp_status_t spawn(up_t *up, xpw_Role role, const char *name, bool engine)
+{
+    up_child_t *child = &up->children[up->count];
+    *child = (up_child_t){.role = role, .engine = engine};
     snprintf(child->name, sizeof(child->name), "%s", name);
+    XP_TRY(start_child(up, child));
+    up->count++;
     return XP_OK;
 }
 
@@ -130,27 +159,19 @@ static xp_status_t wait_for_daemon(const up_t *up)
                    up->config->deadlines.registration);
 }
 
-static xp_status_t spawn_all(up_t *up, const char *program, char *const *config_arguments)
+static xp_status_t spawn_all(up_t *up)
 {
     const config_t *config = up->config;
-    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_NONE, config->daemon.socket, false,
-                 (const char *const[]){"daemon", "serve", NULL}));
+    XP_TRY(spawn(up, xpw_Role_ROLE_NONE, config->daemon.socket, false));
     XP_TRY(wait_for_daemon(up));
     for (uint32_t f = 0; f < config->ffn_count; f++)
-        XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_FFNAGENT, config->ffn[f].name,
-                     false,
-                     (const char *const[]){"ffnagent", "--device", config->ffn[f].name, NULL}));
+        XP_TRY(spawn(up, xpw_Role_ROLE_FFNAGENT, config->ffn[f].name, false));
     for (uint32_t a = 0; a < config->atn_count; a++)
-        XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_ATNAGENT, config->atn[a].name,
-                     false,
-                     (const char *const[]){"atnagent", "--device", config->atn[a].name, NULL}));
+        XP_TRY(spawn(up, xpw_Role_ROLE_ATNAGENT, config->atn[a].name, false));
     for (uint32_t m = 0; m < config->model_count; m++)
-        XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_INSTANCE, config->models[m].id,
-                     config->models[m].engine == CONFIG_ENGINE_SGLANG,
-                     (const char *const[]){"serve", config->models[m].id, NULL}));
-    XP_TRY(spawn(up, program, config_arguments, xpw_Role_ROLE_GATEWAY, config->gateway.http, false,
-                 (const char *const[]){"gateway", NULL}));
-    return XP_OK;
+        XP_TRY(spawn(up, xpw_Role_ROLE_INSTANCE, config->models[m].id,
+                     config->models[m].engine == CONFIG_ENGINE_SGLANG));
+    return spawn(up, xpw_Role_ROLE_GATEWAY, config->gateway.http, false);
 }
 
 static uint32_t alive(const up_t *up)
@@ -221,6 +242,55 @@ static bool daemon_goes_on(up_t *up)
     return ask_stopping(up) && !up->stopping;
 }
 
+static bool is_agent(const up_child_t *child)
+{
+    return child->role == xpw_Role_ROLE_ATNAGENT || child->role == xpw_Role_ROLE_FFNAGENT;
+}
+
+/* An agent of a Generation that has failed: how it ends is no fault of the next one's. */
+static bool is_former(const up_t *up, const up_child_t *child)
+{
+    return is_agent(child) && child->born_ns < up->changed_ns;
+}
+
+/* An agent of a failed Generation makes room for a successor, which the daemon waits for; it also
+ * sees to it that this has an end. Who did not live long is given a pause. On GPUs the Instances
+ * end with the Generation, and are started again too. */
+static bool replaces(up_t *up, up_child_t *child)
+{
+    uint64_t now = xp_monotonic_ns();
+    if (up->config->deadlines.reform <= 0 || !up->ready)
+        return false;
+    if (is_agent(child)) {
+        if (!is_former(up, child))
+            up->changed_ns = now;
+    } else if (child->role != xpw_Role_ROLE_INSTANCE || !gpus_used(up->config, false) ||
+               !up->changed_ns ||
+               now - up->changed_ns >
+                   (uint64_t)((up->config->deadlines.stop + UP_SLACK_S) * (double)XP_NS_PER_S)) {
+        return false;
+    }
+    child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + UP_SHORT_LIFE_NS : now;
+    return true;
+}
+
+static void start_again(up_t *up)
+{
+    uint64_t now = xp_monotonic_ns();
+    for (uint32_t i = 0; i < up->count && !up->stopping && !up->failed; i++) {
+        up_child_t *child = &up->children[i];
+        if (child->pid || !child->again_ns || now < child->again_ns)
+            continue;
+        if (start_child(up, child) != XP_OK) {
+            xp_log_error("cannot start again");
+            child->again_ns = now + UP_SHORT_LIFE_NS;
+        } else {
+            xp_log_info("%s %s started again (pid %d)", child_role(child), child->name,
+                        (int)child->pid);
+        }
+    }
+}
+
 static void child_ended(up_t *up, up_child_t *child, int wait_status)
 {
     char how[96];
@@ -246,17 +316,23 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
         begin_force(up, UP_GRACE_NS);
         return;
     }
+    /* On GPUs an Instance ends in order with its Generation. */
+    if (clean && child->role == xpw_Role_ROLE_INSTANCE && up->changed_ns && !up->stopping &&
+        !up->failed && daemon_goes_on(up) && replaces(up, child))
+        return;
     /* An exit code of 0 is no fault, but for a model that the start still waits for. */
     if (clean && (child->role != xpw_Role_ROLE_INSTANCE || up->ready || up->stopping ||
                   up->failed || !daemon_goes_on(up)))
         return;
     if (up->stopping || up->failed || daemon_is_stopping(up)) {
-        if (own_end && !up->failed)
+        if ((own_end || is_former(up, child)) && !up->failed)
             return;
         up->exit_code = up->exit_code == 130 ? 130 : 1;
         return;
     }
     xp_log_warn("%s %s (pid %d) %s", child_role(child), child->name, (int)pid, how);
+    if (replaces(up, child))
+        return;
     switch (child->role) {
     case xpw_Role_ROLE_INSTANCE:
         if (!up->ready) {
@@ -438,6 +514,8 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
     if (!up)
         return 1;
     up->config = config;
+    up->program = program;
+    up->config_arguments = config_arguments;
     uint64_t started_ns = xp_monotonic_ns(), next_check_ns = 0;
 
     sigset_t signals;
@@ -454,7 +532,7 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
     /* Asked once, for all children; where it is not known, the daemon says so. */
     (void)gpus_memory_hand_on(config);
 
-    xp_status_t status = spawn_all(up, program, config_arguments);
+    xp_status_t status = spawn_all(up);
     if (status != XP_OK && status != XP_CANCELLED) {
         xp_log_error("cannot start");
         up->exit_code = 1;
@@ -467,6 +545,7 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
         if (got == SIGINT || got == SIGTERM || got == SIGHUP)
             on_stop_signal(up, got);
         reap(up);
+        start_again(up);
         uint64_t now = xp_monotonic_ns();
         if (up->kill_at_ns && now >= up->kill_at_ns && alive(up)) {
             force(up);

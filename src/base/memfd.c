@@ -20,13 +20,14 @@ typedef struct memfd_mapping {
     uint64_t bytes;
     dev_t device;
     ino_t inode;
+    bool writable;
     uint32_t users;
 } memfd_mapping_t;
 
 static memfd_mapping_t mappings[MEMFD_MAPPINGS_MAX];
 static pthread_mutex_t mappings_lock = PTHREAD_MUTEX_INITIALIZER;
 
-xp_status_t xp_memfd_create(const char *name, uint64_t bytes, int *fd_out)
+static xp_status_t memfd_create_sealed(const char *name, uint64_t bytes, int seals, int *fd_out)
 {
     int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
@@ -38,12 +39,42 @@ xp_status_t xp_memfd_create(const char *name, uint64_t bytes, int *fd_out)
         close(fd);
         return status;
     }
-    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    if (fcntl(fd, F_ADD_SEALS, seals) != 0) {
         xp_status_t status = xp_fail_errno(XP_IO, "cannot seal shared memory %s", name);
         close(fd);
         return status;
     }
     *fd_out = fd;
+    return XP_OK;
+}
+
+xp_status_t xp_memfd_create(const char *name, uint64_t bytes, int *fd_out)
+{
+    return memfd_create_sealed(name, bytes, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL, fd_out);
+}
+
+xp_status_t xp_memfd_create_fillable(const char *name, uint64_t bytes, int *fd_out)
+{
+    return memfd_create_sealed(name, bytes, F_SEAL_SHRINK | F_SEAL_GROW, fd_out);
+}
+
+xp_status_t xp_memfd_freeze(int fd)
+{
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SEAL) != 0)
+        return xp_fail_errno(XP_IO, "cannot freeze shared memory");
+    return XP_OK;
+}
+
+xp_status_t xp_memfd_check_frozen(int fd, uint64_t bytes)
+{
+    const int wanted = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
+    struct stat info;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || (seals & wanted) != wanted)
+        return xp_fail(XP_PEER, "a received descriptor is no frozen memory");
+    if (fstat(fd, &info) != 0 || (uint64_t)info.st_size != bytes)
+        return xp_fail(XP_PEER, "received frozen memory has another size than the %llu bytes told",
+                       (unsigned long long)bytes);
     return XP_OK;
 }
 
@@ -59,7 +90,7 @@ xp_status_t xp_memfd_check(int fd, uint64_t *bytes_out)
     return XP_OK;
 }
 
-xp_status_t xp_memfd_map(int fd, uint64_t bytes, void **address_out)
+static xp_status_t memfd_map(int fd, uint64_t bytes, bool writable, void **address_out)
 {
     struct stat info;
     if (fstat(fd, &info) != 0)
@@ -77,7 +108,7 @@ xp_status_t xp_memfd_map(int fd, uint64_t bytes, void **address_out)
             if (!entry)
                 entry = candidate;
         } else if (candidate->device == info.st_dev && candidate->inode == info.st_ino &&
-                   candidate->bytes >= bytes) {
+                   candidate->bytes >= bytes && candidate->writable == writable) {
             candidate->users++;
             *address_out = candidate->address;
             goto done;
@@ -88,7 +119,10 @@ xp_status_t xp_memfd_map(int fd, uint64_t bytes, void **address_out)
             xp_fail(XP_NO_MEMORY, "more than %d shared memories are mapped", MEMFD_MAPPINGS_MAX);
         goto done;
     }
-    void *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    /* Kernels before 6.7 take no shared mapping of frozen memory; a private one that nobody writes
+     * to is the same pages. */
+    void *address = mmap(NULL, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ,
+                         writable ? MAP_SHARED : MAP_PRIVATE, fd, 0);
     if (address == MAP_FAILED) {
         status = xp_fail_errno(XP_NO_MEMORY, "cannot map %llu bytes of shared memory",
                                (unsigned long long)bytes);
@@ -98,11 +132,22 @@ xp_status_t xp_memfd_map(int fd, uint64_t bytes, void **address_out)
                                .bytes = bytes,
                                .device = info.st_dev,
                                .inode = info.st_ino,
+                               .writable = writable,
                                .users = 1};
     *address_out = address;
 done:
     pthread_mutex_unlock(&mappings_lock);
     return status;
+}
+
+xp_status_t xp_memfd_map(int fd, uint64_t bytes, void **address_out)
+{
+    return memfd_map(fd, bytes, true, address_out);
+}
+
+xp_status_t xp_memfd_map_frozen(int fd, uint64_t bytes, void **address_out)
+{
+    return memfd_map(fd, bytes, false, address_out);
 }
 
 void xp_memfd_unmap(void *address)

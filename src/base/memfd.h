@@ -19,11 +19,21 @@
  * holder of the descriptor can make another's access fault. `name` shows in /proc/PID/maps. */
 xp_status_t xp_memfd_create(const char *name, uint64_t bytes, int *fd_out);
 
+/* The same, to be frozen once it is filled. */
+xp_status_t xp_memfd_create_fillable(const char *name, uint64_t bytes, int *fd_out);
+/* From now on nobody can write to it, whoever holds the descriptor. No writable mapping may exist
+ * any more, in any process. */
+xp_status_t xp_memfd_freeze(int fd);
+/* XP_PEER unless the descriptor is frozen memory of exactly `bytes`. */
+xp_status_t xp_memfd_check_frozen(int fd, uint64_t bytes);
+
 /* Size of a received descriptor. XP_PEER when it is no memfd sealed against shrinking. */
 xp_status_t xp_memfd_check(int fd, uint64_t *bytes_out);
 
 /* Maps the first `bytes` readable and writable. The descriptor may be closed afterwards. */
 xp_status_t xp_memfd_map(int fd, uint64_t bytes, void **address_out);
+/* The same of frozen memory, readable only. */
+xp_status_t xp_memfd_map_frozen(int fd, uint64_t bytes, void **address_out);
 void xp_memfd_unmap(void *address); /* accepts NULL */
 
 /* Duplicates with close-on-exec. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* xpool config dump, check and docs. Main thread; starts nothing. */
 #include "cli/cli.h"
+#include "control/gpus.h"
 #include "control/planner.h"
 
 #include <jansson.h>
@@ -126,7 +127,10 @@ static void print_devices(const char *role, const config_device_t *devices, uint
 static bool runs_here(const config_t *config)
 {
     plan_result_t *plan = NULL;
+    stage_heap_place_t place;
     bool runs = config->model_count == 0 || planner_make(config, 1, &plan) == XP_OK;
+    if (runs && plan && fabric_provider_heap(plan->plan.provider))
+        runs = gpus_nvshmem(config, &place) == XP_OK;
     planner_free(plan);
     return runs;
 }

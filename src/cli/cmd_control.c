@@ -134,12 +134,6 @@ static void attention_devices(const config_t *config, const plan_model_t *model,
     }
 }
 
-static const char *provider_name(const plan_result_t *plan)
-{
-    static const char *const names[] = {"shm", "p2p", "p2p-relay"};
-    return names[plan->plan.provider];
-}
-
 static void print_plan(const config_t *config, const plan_result_t *plan)
 {
     printf("%-24s %-22s %-8s %-10s %-14s %10s %10s %10s %8s %8s\n", "model", "architecture",
@@ -180,7 +174,8 @@ static void print_plan(const config_t *config, const plan_result_t *plan)
         putchar('\n');
     }
     if (plan->cuda)
-        printf("\nprovider %s: stages are in the FFN devices' workspace", provider_name(plan));
+        printf("\nprovider %s: stages are in the FFN devices' workspace",
+               fabric_plan_provider_name(plan->plan.provider));
     else
         printf("\nFabric arena: %.1f MiB of host memory", (double)plan->fabric_bytes / 1048576.0);
     printf("; %u weight set(s) for %u model(s)\n", plan->weights_count, plan->model_count);
@@ -231,7 +226,8 @@ static json_t *plan_json(const config_t *config, const plan_result_t *plan)
                       "arena_bytes", (json_int_t)device->arena_bytes));
     }
     return json_pack("{s:o,s:o,s:I,s:s}", "models", models, "devices", devices, "fabric_bytes",
-                     (json_int_t)plan->fabric_bytes, "provider", provider_name(plan));
+                     (json_int_t)plan->fabric_bytes, "provider",
+                     fabric_plan_provider_name(plan->plan.provider));
 }
 
 int cmd_plan(int argc, char **argv)

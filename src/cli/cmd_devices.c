@@ -9,14 +9,24 @@
 #include "base/pool.h"
 #include "cli/cli.h"
 #include "cuda/device.h"
+#include "stage/heap.h"
 
 typedef struct machine {
     uint32_t cpus, gpu_count;
     uint64_t memory_bytes;
-    int driver_version;                        /* 0: none */
-    char unavailable[XP_ERROR_TEXT_MAX];       /* why there is no GPU */
+    int driver_version;                  /* 0: none */
+    char unavailable[XP_ERROR_TEXT_MAX]; /* why there is no GPU */
+    stage_heap_place_t nvshmem;          /* of provider nvshmem; host "": not here */
+    char no_nvshmem[XP_ERROR_TEXT_MAX];
     cuda_device_info_t gpus[CUDA_DEVICES_MAX]; /* as cuda:0, cuda:1, ... */
 } machine_t;
+
+static void look_for_nvshmem(machine_t *machine)
+{
+    const char *pythons[] = {getenv("XPOOL_PYTHON"), ".xpool-cache/venv-test/bin/python"};
+    if (stage_heap_find(NULL, pythons, 2, &machine->nvshmem) != XP_OK)
+        snprintf(machine->no_nvshmem, sizeof(machine->no_nvshmem), "%s", xp_error_last()->text);
+}
 
 static void look(machine_t *machine)
 {
@@ -55,6 +65,10 @@ static void print_text(const machine_t *machine)
                machine->driver_version % 1000 / 10);
     else
         printf("no GPU: %s\n", machine->unavailable);
+    if (machine->no_nvshmem[0])
+        printf("NVSHMEM is unavailable: %s\n", machine->no_nvshmem);
+    else
+        printf("NVSHMEM: %s\n", machine->nvshmem.host);
 }
 
 static int print_json(const machine_t *machine)
@@ -84,6 +98,9 @@ static int print_json(const machine_t *machine)
         json_object_set_new(root, "cuda_driver", json_string(version));
     else
         json_object_set_new(root, "cuda_unavailable", json_string(machine->unavailable));
+    json_object_set_new(
+        root, machine->no_nvshmem[0] ? "nvshmem_unavailable" : "nvshmem",
+        json_string(machine->no_nvshmem[0] ? machine->no_nvshmem : machine->nvshmem.host));
     char *text = json_dumps(root, JSON_INDENT(1));
     json_decref(root);
     if (!text)
@@ -100,13 +117,15 @@ int cmd_devices(int argc, char **argv)
                        "Lists what this machine has to compute on: its processors, and the GPUs "
                        "that the NVIDIA\ndriver shows (CUDA_VISIBLE_DEVICES restricts them), in "
                        "the order of their PCI addresses:\nthe N-th is cuda:N of atn.devices and "
-                       "ffn.devices. Exits 0 where there is no GPU, too.\n"))
+                       "ffn.devices. Says whether NVSHMEM and the plug-in for it are\nhere. Exits "
+                       "0 where there is no GPU, too.\n"))
         return CLI_EXIT_OK;
     bool json = cli_take_flag(&argc, argv, "--json");
     if (cli_leftover(argc, argv, 1))
         return CLI_EXIT_USAGE;
     static machine_t machine;
     look(&machine);
+    look_for_nvshmem(&machine);
     if (json)
         return print_json(&machine);
     print_text(&machine);

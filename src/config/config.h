@@ -89,7 +89,8 @@ typedef struct config {
     uint32_t atn_count, ffn_count;
     config_device_t atn[CONFIG_MAX_DEVICES], ffn[CONFIG_MAX_DEVICES];
     bool allow_shared_roles;
-    char fabric_provider[16]; /* "auto", "shm", ... */
+    char fabric_provider[16];           /* "auto", "shm", ... */
+    char nvshmem_root[CONFIG_MAX_PATH]; /* "" = looked for */
     struct {
         uint32_t ffn_concurrency, atn_concurrency;
         config_policy_t ffn_policy;
@@ -102,7 +103,7 @@ typedef struct config {
     uint64_t ffn_extra_margin_bytes;
     char ffn_calibration[CONFIG_MAX_PATH];
     struct { /* seconds */
-        double registration, startup, submission, request, queue, drain, stop, kv;
+        double registration, startup, submission, request, queue, drain, stop, kv, reform;
     } deadlines;
     char cache_root[CONFIG_MAX_PATH];
     struct {

@@ -41,8 +41,9 @@ static const config_choice_t kv_policy_choices[] = {{"deadline", CONFIG_KV_DEADL
                                                     {"static", CONFIG_KV_STATIC},
                                                     {0}};
 /* Kept as a name: the Fabric looks its provider up by it. */
-static const config_choice_t provider_choices[] = {
-    {"auto", 0}, {"shm", 1}, {"nvshmem", 2}, {"p2p", 3}, {"ucx", 4}, {"p2p-relay", 5}, {0}};
+static const config_choice_t provider_choices[] = {{"auto", 0},        {"shm", 1}, {"nvshmem", 2},
+                                                   {"p2p", 3},         {"ucx", 4}, {"p2p-relay", 5},
+                                                   {"nvshmem-far", 6}, {0}};
 static const config_choice_t level_choices[] = {
     {"debug", XP_LOG_DEBUG}, {"info", XP_LOG_INFO},    {"warning", XP_LOG_WARNING},
     {"error", XP_LOG_ERROR}, {"warn", XP_LOG_WARNING}, {0}};
@@ -382,7 +383,18 @@ const config_setting_t config_settings[] = {
      .default_text = "auto",
      .default_note = "by the devices: shm for CPUs, p2p for GPUs",
      .help = "Data plane between Instances, AtnAgents and FfnAgents. p2p-relay: as p2p, with rows "
-             "and answers going by way of the AtnAgents, for comparison."},
+             "and answers going by way of the AtnAgents, for comparison. nvshmem: the same over "
+             "NVSHMEM, whose wheel nvidia-nvshmem-cu13 has to be there. nvshmem-far: as between "
+             "hosts, by NVSHMEM's calls alone, for comparison."},
+    {.key = "fabric.nvshmem_root",
+     ROOT(nvshmem_root),
+     .type = CONFIG_TYPE_PATH,
+     .sources = ANY_SOURCE,
+     .environment = "XPOOL_NVSHMEM_ROOT",
+     .default_text = "",
+     .default_note = "beside the models' Python or in the system's",
+     .example = "\"/opt/venv/lib/python3.12/site-packages/nvidia/nvshmem\"",
+     .help = "Folder nvidia/nvshmem of the wheel, for provider nvshmem."},
 
     {.key = "scheduler.ffn_concurrency",
      ROOT(scheduler.ffn_concurrency),
@@ -492,6 +504,15 @@ const config_setting_t config_settings[] = {
      .maximum = DAY,
      .default_text = "10",
      .help = "Seconds after draining until what still runs is killed and named."},
+    {.key = "deadlines.reform",
+     ROOT(deadlines.reform),
+     .type = CONFIG_TYPE_FLOAT,
+     .sources = FILE_AND_CLI,
+     .minimum = 0,
+     .maximum = DAY,
+     .default_text = "240",
+     .help = "Seconds from the death of an agent until the next Generation executes; open requests "
+             "wait meanwhile. 0: an agent's death ends everything."},
 
     {.key = "deadlines.kv",
      ROOT(deadlines.kv),

@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "control/daemon_kv.h"
 #include "control/daemon_private.h"
+#include "control/gpus.h"
 
 /* After a canonical failure everyone ends by itself; who has not by then is killed, so that the
  * whole system is gone within a second. */
@@ -54,7 +55,7 @@ static void set_state(daemon_t *daemon, daemon_state_t state)
     daemon->state = state;
 }
 
-static void set_deadline(daemon_t *daemon, double seconds)
+void daemon_set_deadline(daemon_t *daemon, double seconds)
 {
     struct timeval when = {.tv_sec = (time_t)seconds,
                            .tv_usec = (suseconds_t)((seconds - (double)(time_t)seconds) * 1e6)};
@@ -139,6 +140,10 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out)
     if (daemon->state >= DAEMON_QUIESCING)
         add_reason(&verdict, "stopping (%s): %s", daemon_state_name(daemon->state),
                    daemon->stop_reason);
+    if (daemon->reforming && !daemon->failed)
+        add_reason(&verdict, "Generation %llu failed (%.40s: %.100s); the next one forms",
+                   (unsigned long long)daemon->last_failure.generation, daemon->last_failure.who,
+                   daemon->last_failure.what);
     if (verdict.reason_count)
         verdict.fabric_executable = false;
     for (uint32_t a = 0; a < daemon->config->atn_count; a++) {
@@ -175,6 +180,12 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out)
     for (uint32_t i = 0; i < daemon->config->model_count; i++) {
         const daemon_instance_t *instance = &daemon->instances[i];
         char progress[128];
+        if (daemon_instance_waits(instance)) {
+            verdict.serving_healthy = false;
+            add_reason(&verdict, "model %s: its open requests wait for the next Generation",
+                       daemon->config->models[i].id);
+            continue;
+        }
         if (instance->state == INSTANCE_SERVING) {
             verdict.serving_healthy = verdict.serving_healthy && instance->healthy;
             continue;
@@ -229,10 +240,11 @@ void daemon_advance(daemon_t *daemon)
 {
     if (daemon->failed || daemon->state >= DAEMON_QUIESCING)
         return;
-    if (daemon->state == DAEMON_REGISTERING && all_agents(daemon, false, false)) {
+    if (daemon->state == DAEMON_REGISTERING && all_agents(daemon, false, false) &&
+        daemon_generation_formed(daemon)) {
         set_state(daemon, DAEMON_PLANNED);
         set_state(daemon, DAEMON_PREPARING_JOIN);
-        set_deadline(daemon, daemon->config->deadlines.startup);
+        daemon_generation_deadline(daemon, daemon->config->deadlines.startup);
         send_joins(daemon);
     }
     if (daemon->state == DAEMON_PREPARING_JOIN && all_agents(daemon, true, false)) {
@@ -242,6 +254,7 @@ void daemon_advance(daemon_t *daemon)
         envelope.body.prepare.generation = daemon->planned->plan.generation;
         for (uint32_t f = 0; f < daemon->config->ffn_count; f++) {
             envelope.body.prepare.memory_bytes = daemon->planned->ffn[f].budget_bytes;
+            daemon_generation_hand(daemon, f);
             send_to(daemon->ffn[f], &envelope, NULL, 0);
         }
         for (uint32_t i = 0; i < daemon->config->model_count; i++)
@@ -249,6 +262,7 @@ void daemon_advance(daemon_t *daemon)
     }
     if (daemon->state == DAEMON_PREPARING_EXECUTION && all_agents(daemon, true, true)) {
         set_state(daemon, DAEMON_EXECUTABLE);
+        daemon_generation_executable(daemon);
         event_del(daemon->on_deadline);
     }
     if (daemon->state == DAEMON_EXECUTABLE || daemon->state == DAEMON_READY) {
@@ -258,9 +272,11 @@ void daemon_advance(daemon_t *daemon)
         daemon_verdict(daemon, &verdict);
         if (daemon->state == DAEMON_EXECUTABLE && verdict.system_ready) {
             set_state(daemon, DAEMON_READY);
-            daemon->ready_ns = xp_monotonic_ns();
-            xp_log_info("System Ready after %.1f s",
-                        (double)(daemon->ready_ns - daemon->started_ns) / 1e9);
+            if (!daemon->ready_ns) {
+                daemon->ready_ns = xp_monotonic_ns();
+                xp_log_info("System Ready after %.1f s",
+                            (double)(daemon->ready_ns - daemon->started_ns) / 1e9);
+            }
         }
     }
 }
@@ -284,6 +300,15 @@ static void end_loop_when_alone(daemon_t *daemon)
         event_base_loopbreak(daemon->base);
 }
 
+void daemon_describe_failure(const daemon_t *daemon, const char *who, const char *what,
+                             xpw_Failure *failure_out)
+{
+    failure_out->generation = daemon->planned->plan.generation;
+    snprintf(failure_out->who, sizeof(failure_out->who), "%s", who);
+    snprintf(failure_out->what, sizeof(failure_out->what), "%s", what);
+    now_rfc3339(failure_out->when, sizeof(failure_out->when));
+}
+
 void daemon_fail(daemon_t *daemon, const char *who, const char *what)
 {
     if (daemon->failed) {
@@ -292,10 +317,7 @@ void daemon_fail(daemon_t *daemon, const char *who, const char *what)
     }
     daemon->failed = true;
     xpw_Failure *failure = &daemon->failure;
-    failure->generation = daemon->planned->plan.generation;
-    snprintf(failure->who, sizeof(failure->who), "%s", who);
-    snprintf(failure->what, sizeof(failure->what), "%s", what);
-    now_rfc3339(failure->when, sizeof(failure->when));
+    daemon_describe_failure(daemon, who, what, failure);
     xp_log_err("canonical failure of Generation %llu: %s: %s (%s)",
                (unsigned long long)failure->generation, failure->who, failure->what, failure->when);
     daemon->exit_code = 1;
@@ -315,15 +337,15 @@ void daemon_fail(daemon_t *daemon, const char *who, const char *what)
         if (daemon->participants[i].used)
             send_to(&daemon->participants[i], &envelope, NULL, 0);
     set_state(daemon, DAEMON_FINALIZING);
-    set_deadline(daemon, FAILURE_GRACE_MS / 1000.0);
+    daemon_set_deadline(daemon, FAILURE_GRACE_MS / 1000.0);
     end_loop_when_alone(daemon);
 }
 
 bool daemon_fail_from_fabric(daemon_t *daemon)
 {
     uint32_t pe;
-    if (!daemon->fabric || fabric_failure(daemon->fabric, &pe) == XP_OK)
-        return false;
+    if (!daemon->fabric || daemon->forming || fabric_failure(daemon->fabric, &pe) == XP_OK)
+        return false; /* while one forms, that is the Fabric of the last one */
     const config_t *config = daemon->config;
     char who[64] = "fabric", what[512];
     if (pe < config->atn_count)
@@ -331,7 +353,7 @@ bool daemon_fail_from_fabric(daemon_t *daemon)
     else if (pe - config->atn_count < config->ffn_count)
         snprintf(who, sizeof(who), "ffnagent %s", config->ffn[pe - config->atn_count].name);
     snprintf(what, sizeof(what), "%.500s", xp_error_last()->text);
-    daemon_fail(daemon, who, what);
+    daemon_generation_fail(daemon, who, what);
     return true;
 }
 
@@ -358,10 +380,13 @@ void daemon_stop(daemon_t *daemon, const char *reason)
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
         daemon_instance_stop(&daemon->instances[i], xpw_StopPhase_STOP_QUIESCE, 0);
     set_state(daemon, DAEMON_DRAINING);
+    /* Between two Generations nothing that is open can finish. */
     for (uint32_t i = 0; i < daemon->config->model_count; i++)
-        daemon_instance_stop(&daemon->instances[i], xpw_StopPhase_STOP_DRAIN,
+        daemon_instance_stop(&daemon->instances[i],
+                             daemon->reforming ? xpw_StopPhase_STOP_FINALIZE
+                                               : xpw_StopPhase_STOP_DRAIN,
                              daemon->config->deadlines.drain);
-    set_deadline(daemon, daemon->config->deadlines.drain + daemon->config->deadlines.stop);
+    daemon_set_deadline(daemon, daemon->config->deadlines.drain + daemon->config->deadlines.stop);
 }
 
 void daemon_hand_stop(daemon_t *daemon, const char *who)
@@ -386,7 +411,7 @@ static void continue_stop(daemon_t *daemon)
     }
     if (daemon->state == DAEMON_DRAINING && !any_instance(daemon)) {
         set_state(daemon, DAEMON_FINALIZING);
-        set_deadline(daemon, daemon->config->deadlines.stop);
+        daemon_set_deadline(daemon, daemon->config->deadlines.stop);
         if (daemon->fabric)
             fabric_shutdown(daemon->fabric);
         for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
@@ -408,12 +433,16 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         daemon_verdict(daemon, &verdict);
         char what[512];
         bool registering = daemon->state == DAEMON_REGISTERING;
-        int used =
-            snprintf(what, sizeof(what), "%s within %g s (deadlines.%s)",
-                     registering ? "not every agent registered" : "the Fabric was not executable",
-                     registering ? daemon->config->deadlines.registration
-                                 : daemon->config->deadlines.startup,
-                     registering ? "registration" : "startup");
+        int used = daemon->reforming ? snprintf(what, sizeof(what),
+                                                "no next Generation within its time "
+                                                "(deadlines.reform = %g s, registration, startup)",
+                                                daemon->config->deadlines.reform)
+                                     : snprintf(what, sizeof(what), "%s within %g s (deadlines.%s)",
+                                                registering ? "not every agent registered"
+                                                            : "the Fabric was not executable",
+                                                registering ? daemon->config->deadlines.registration
+                                                            : daemon->config->deadlines.startup,
+                                                registering ? "registration" : "startup");
         for (uint32_t r = 0; r < verdict.reason_count && used < (int)sizeof(what) - 1; r++)
             if (!registering || strstr(verdict.reasons[r], "is not registered"))
                 used +=
@@ -441,7 +470,7 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
     }
     if (draining && daemon->kill_rounds == 0) {
         daemon->kill_rounds++;
-        set_deadline(daemon, daemon->config->deadlines.stop);
+        daemon_set_deadline(daemon, daemon->config->deadlines.stop);
         return; /* their deaths continue the stop */
     }
     if (daemon->state < DAEMON_FINALIZING)
@@ -450,7 +479,7 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
      */
     static const double grace_after_kill_s = 2;
     if (daemon->kill_rounds++ <= 1)
-        set_deadline(daemon, grace_after_kill_s);
+        daemon_set_deadline(daemon, grace_after_kill_s);
     else
         event_base_loopbreak(daemon->base);
 }
@@ -480,6 +509,10 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
     if (!daemon->failed)
         daemon_fail_from_fabric(daemon);
     daemon_drop_silent(daemon);
+    /* By now they have read that they are to end: what waits in an arena is not to be reported. */
+    if (daemon->state == DAEMON_DRAINING && daemon->reforming)
+        for (uint32_t i = 0; i < daemon->config->model_count; i++)
+            daemon_instance_close_arenas(&daemon->instances[i], XP_CLOSED);
     daemon_participants_admit_waiting(daemon);
     daemon_plane_tick(daemon);
     daemon_status_probe(daemon);
@@ -490,7 +523,7 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
 /* ---- start and end ----------------------------------------------------------------------------
  */
 
-static xp_status_t make_plan_memfd(const fabric_plan_t *plan, int *fd_out)
+xp_status_t daemon_make_plan_memfd(const fabric_plan_t *plan, int *fd_out)
 {
     int fd = memfd_create("xpool-plan", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
@@ -518,18 +551,24 @@ static xp_status_t daemon_start(daemon_t *daemon)
 {
     const config_t *config = daemon->config;
     XP_TRY(planner_make(config, 1, &daemon->planned));
+    if (fabric_provider_heap(daemon->planned->plan.provider)) {
+        stage_heap_place_t
+            place; /* the agents look for it too; here it is known before they start */
+        XP_TRY(gpus_nvshmem(config, &place));
+    }
     for (uint32_t i = 0; i < config->model_count; i++) {
         daemon->instances[i].rank_count = daemon->planned->models[i].ranks;
         if (config->models[i].engine == CONFIG_ENGINE_SGLANG)
             XP_TRY(
                 model_checkpoint_digest(config->models[i].path, daemon->instances[i].checkpoint));
     }
-    XP_TRY(make_plan_memfd(&daemon->planned->plan, &daemon->plan_fd));
+    XP_TRY(daemon_make_plan_memfd(&daemon->planned->plan, &daemon->plan_fd));
     if (!daemon->planned->cuda) {
         XP_TRY(fabric_shm_make(&daemon->planned->plan, &daemon->descriptors));
         XP_TRY(fabric_attach("shm", &daemon->planned->plan, &daemon->descriptors,
                              FABRIC_PE_OBSERVER, &daemon->fabric));
     }
+    XP_TRY(daemon_generation_start(daemon));
     XP_TRY(daemon_kv_start(daemon));
     /* Whoever sees the daemon may open its GPU: the MPS controller is there before. */
     XP_TRY(wire_claim(config->daemon.socket, &daemon->lock));
@@ -555,7 +594,7 @@ static xp_status_t daemon_start(daemon_t *daemon)
         return xp_fail(XP_NO_MEMORY, "no memory for the daemon's events");
     sigprocmask(SIG_UNBLOCK, &term, NULL);
     XP_TRY(daemon_status_start(daemon));
-    set_deadline(daemon, config->deadlines.registration);
+    daemon_set_deadline(daemon, config->deadlines.registration);
     return XP_OK;
 }
 
@@ -626,6 +665,7 @@ done:
             daemon_participant_free(&daemon->participants[i]);
     daemon_plane_stop(daemon);
     daemon_kv_stop(daemon);
+    daemon_generation_stop(daemon);
     struct event **events[] = {&daemon->on_accept, &daemon->on_term, &daemon->on_int,
                                &daemon->on_deadline, &daemon->on_tick};
     for (size_t i = 0; i < sizeof(events) / sizeof(events[0]); i++)

@@ -19,6 +19,7 @@
 #include "transport/transport.h"
 
 #define WORKLOAD_TIMEOUT_NS (5 * XP_NS_PER_S) /* from a library's Hello to its Workload */
+#define STUCK_LIMIT         3 /* Generations in a row that may fail over one request */
 /* Of deadlines.registration, how long a rank waits for its predecessor's end: less than it would
  * wait for us, so that it is told why. */
 #define WAIT_SHARE 0.875
@@ -129,17 +130,116 @@ void daemon_instance_close_arenas(daemon_instance_t *instance, xp_status_t reaso
             transport_arena_close(instance->ranks[r].arena_fd, reason);
 }
 
+bool daemon_instance_waits(const daemon_instance_t *instance)
+{
+    bool waits = false;
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        waits = waits || (instance->ranks[r].waiting && instance->ranks[r].participant);
+    return waits && !instance->ending;
+}
+
+/* A rank of the same attention DP rank that has the answer which `behind` waits for. */
+static const daemon_rank_t *rank_ahead(const daemon_instance_t *instance, uint32_t behind,
+                                       const uint64_t *answered)
+{
+    uint32_t tp = configured(instance)->attention_tp;
+    for (uint32_t r = behind - behind % tp; r < behind - behind % tp + tp; r++)
+        if (instance->ranks[r].waiting && answered[r] == answered[behind] + 1)
+            return &instance->ranks[r];
+    return NULL;
+}
+
+/* Ranks submit a layer together; who has got a layer cannot submit it again. Under attention TP the
+ * others' answer is the same rows, under attention DP it is not. */
+static bool level_ranks(const daemon_instance_t *instance, uint64_t *answered, bool *open,
+                        char *why, size_t size)
+{
+    uint64_t most = 0;
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        most = answered[r] > most ? answered[r] : most;
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        const daemon_rank_t *rank = &instance->ranks[r];
+        if (!rank->waiting || answered[r] == most)
+            continue;
+        const daemon_rank_t *ahead = rank_ahead(instance, r, answered);
+        transport_geometry_t geometry = {.hidden = rank->offer.hidden,
+                                         .max_rows = rank->offer.max_rows,
+                                         .dtype = (xp_dtype_t)rank->offer.dtype,
+                                         .dp_size = configured(instance)->attention_dp};
+        if (!ahead || transport_arena_carry(ahead->arena_fd, rank->arena_fd, &geometry) != XP_OK) {
+            snprintf(why, size, "its ranks had answers %llu and %llu when Generation %llu failed",
+                     (unsigned long long)most, (unsigned long long)answered[r],
+                     (unsigned long long)instance->daemon->last_failure.generation);
+            return false;
+        }
+        answered[r]++;
+        open[r] = false;
+    }
+    return true;
+}
+
+/* Whether the next Generation can go on where the last one stopped; fills in why not. Nobody else
+ * is in the arenas now. */
+static bool can_go_on(daemon_instance_t *instance, char *why, size_t size)
+{
+    uint64_t answered[FABRIC_MAX_RANKS] = {0};
+    bool open[FABRIC_MAX_RANKS];
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        const daemon_rank_t *rank = &instance->ranks[r];
+        if (rank->waiting &&
+            transport_arena_look(rank->arena_fd, &answered[r], &open[r]) != XP_OK) {
+            snprintf(why, size, "its arena cannot be read: %.180s", xp_error_last()->text);
+            return false;
+        }
+    }
+    if (!level_ranks(instance, answered, open, why, size))
+        return false;
+    for (uint32_t r = 0; r < instance->rank_count; r++) {
+        daemon_rank_t *rank = &instance->ranks[r];
+        if (!rank->waiting)
+            continue;
+        bool same = open[r] && rank->stuck_count && rank->stuck_sequence == answered[r];
+        rank->stuck_count = open[r] ? (same ? rank->stuck_count + 1 : 1) : 0;
+        rank->stuck_sequence = answered[r];
+        if (rank->stuck_count > STUCK_LIMIT) {
+            snprintf(why, size, "%u Generations in a row failed over its request %llu",
+                     rank->stuck_count, (unsigned long long)answered[r] + 1);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* All that waited before are to be handed on: once a Generation. */
+static bool none_handed_on(const daemon_instance_t *instance)
+{
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        if (instance->ranks[r].waiting && instance->ranks[r].attached_at_agent)
+            return false;
+    return true;
+}
+
 void daemon_instance_try_attach(daemon_instance_t *instance)
 {
     daemon_t *daemon = instance->daemon;
+    char why[256];
     if (daemon->plane) {
         daemon_plane_try_attach(instance);
+        return;
+    }
+    if (daemon->state < DAEMON_JOINED || instance->ending)
+        return;
+    if (daemon_instance_waits(instance) && none_handed_on(instance) &&
+        !can_go_on(instance, why, sizeof(why))) {
+        xp_log_err("model %s: %s", configured(instance)->id, why);
+        daemon_instance_end(instance, why);
         return;
     }
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         daemon_rank_t *rank = &instance->ranks[r];
         const daemon_participant_t *agent = daemon->atn[planned(instance)->rank_atn[r]];
-        if (rank->state != RANK_OFFERED || rank->attached_at_agent || !agent || !agent->joined)
+        if ((rank->state != RANK_OFFERED && !rank->waiting) || rank->attached_at_agent || !agent ||
+            !agent->joined)
             continue;
         rank->lease = ++daemon->next_lease;
         rank->attached_at_agent = true;
@@ -171,7 +271,8 @@ static void release_arena(daemon_instance_t *instance, uint32_t index)
         envelope.body.arena_detach.rank = index;
         wire_channel_send(agent->channel, &envelope, NULL, 0);
     }
-    rank->attached_at_agent = false;
+    rank->attached_at_agent = rank->waiting = false;
+    rank->stuck_count = 0;
     if (rank->arena_fd >= 0) {
         if (!daemon->plane)
             transport_arena_close(rank->arena_fd, XP_CLOSED);
@@ -215,7 +316,7 @@ void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
     if (attached->rank >= instance->rank_count)
         return;
     daemon_rank_t *rank = &instance->ranks[attached->rank];
-    if (attached->lease != rank->lease || rank->state != RANK_OFFERED)
+    if (attached->lease != rank->lease || (rank->state != RANK_OFFERED && !rank->waiting))
         return; /* of an Instance that has gone meanwhile */
     if (attached->error[0]) {
         /* The Instance is not to blame; it leaves in order, and its model says why. */
@@ -225,10 +326,13 @@ void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
         daemon_instance_end(instance, why);
         return;
     }
-    rank->state = RANK_ATTACHED;
-    xpw_Envelope answer = {.which_body = xpw_Envelope_attached_tag};
-    answer.body.attached.atn_pe = atn_index;
-    wire_channel_send(rank->participant->channel, &answer, &daemon->descriptors.doorbell_fd, 1);
+    rank->waiting = false;
+    if (rank->state == RANK_OFFERED) {
+        rank->state = RANK_ATTACHED;
+        xpw_Envelope answer = {.which_body = xpw_Envelope_attached_tag};
+        answer.body.attached.atn_pe = atn_index;
+        wire_channel_send(rank->participant->channel, &answer, &daemon->descriptors.doorbell_fd, 1);
+    } /* else it knows the bell, and that it is attached, from before */
     daemon_instance_refresh(instance);
     daemon_advance(daemon);
 }
@@ -303,7 +407,8 @@ void daemon_instances_drop_late(daemon_t *daemon)
                 kill_rank(instance, r, "it did not end with its Instance (deadlines.stop)");
         }
         if (instance->state == INSTANCE_ABSENT || instance->state == INSTANCE_SERVING ||
-            now - instance->admitted_ns < startup_ns)
+            now - instance->admitted_ns < startup_ns || daemon->reforming ||
+            (daemon->reforms && now - daemon->pause_began_ns < startup_ns))
             continue;
         char why[256];
         snprintf(why, sizeof(why),
@@ -334,6 +439,8 @@ static void admit(daemon_instance_t *instance, uint32_t index)
     admitted->dp_size = configured(instance)->attention_dp;
     admitted->spin_ns = daemon->planned->plan.spin_ns;
     admitted->submission_timeout_ns = daemon->planned->plan.submission_timeout_ns;
+    if (!daemon->plane)
+        admitted->pause_ns = (uint64_t)(daemon->config->deadlines.reform * (double)XP_NS_PER_S);
     rank->state = RANK_ADMITTED;
     daemon_plane_greet(rank->participant);
     int kv_fds[KV_DESCRIPTORS];

@@ -229,6 +229,7 @@ static void work(daemon_kv_t *kv)
     for (uint32_t round = 0; round <= CONFIG_MAX_MODELS; round++) {
         uint64_t now_ns = xp_monotonic_ns();
         kv->again = false;
+        kv->market.paused = kv->daemon->reforming;
         kv_market_step(&kv->market, now_ns, &kv->step);
         xp_failpoint("kv.daemon.commanded");
         for (uint32_t g = 0; g < kv->market.plan.group_count; g++)

@@ -163,9 +163,12 @@ json_t *daemon_kv_json(const daemon_t *daemon)
         uint64_t bytes = kv->market.snapshot.pool_bytes[p];
         uint64_t charged = kv_market_charged_bytes(&kv->market, p);
         json_array_append_new(
-            pools, json_pack("{s:s, s:I, s:I, s:I}", "device", daemon->config->atn[p].name, "bytes",
-                             (json_int_t)bytes, "charged_bytes", (json_int_t)charged, "free_bytes",
-                             (json_int_t)(bytes - charged)));
+            pools,
+            json_pack("{s:s, s:I, s:I, s:I, s:I, s:b}", "device", daemon->config->atn[p].name,
+                      "bytes", (json_int_t)bytes, "charged_bytes", (json_int_t)charged,
+                      "free_bytes", (json_int_t)(bytes - charged), "planned_bytes",
+                      (json_int_t)kv->market.plan.pools[p].bytes, "formed",
+                      !kv->market.settings.observe || kv->market.formed_bytes[p] != 0));
     }
     for (uint32_t g = 0; g < kv->market.plan.group_count; g++)
         json_array_append_new(groups, group_json(kv, g));

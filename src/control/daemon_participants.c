@@ -4,6 +4,7 @@
  * Runs on the daemon's event loop thread.
  */
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -105,6 +106,7 @@ void daemon_participant_gone(daemon_participant_t *participant)
     char who[160];
     daemon_participant_describe(participant, who, sizeof(who));
     bool ordered = ended_in_order(participant), library = participant->library;
+    bool former = participant->former;
     bool stopping = daemon->failed || daemon->state >= DAEMON_QUIESCING;
     xpw_Role role = participant->role;
     uint32_t index = participant->index, rank = participant->rank;
@@ -112,7 +114,7 @@ void daemon_participant_gone(daemon_participant_t *participant)
         daemon_participant_free(participant);
         return;
     }
-    if (!ordered && stopping && !daemon->failed && !participant->was_killed) {
+    if (!ordered && stopping && !daemon->failed && !participant->was_killed && !former) {
         /* It fell during the ordered end: that end was not clean. */
         xp_log_err("%s died while the system was stopping", who);
         daemon->exit_code = 1;
@@ -141,10 +143,12 @@ void daemon_participant_gone(daemon_participant_t *participant)
         break;
     }
     case xpw_Role_ROLE_ATNAGENT:
-        daemon->atn[index] = NULL;
+        if (!former)
+            daemon->atn[index] = NULL;
         break;
     case xpw_Role_ROLE_FFNAGENT:
-        daemon->ffn[index] = NULL;
+        if (!former)
+            daemon->ffn[index] = NULL;
         break;
     case xpw_Role_ROLE_GATEWAY:
         daemon->gateway = NULL;
@@ -157,10 +161,10 @@ void daemon_participant_gone(daemon_participant_t *participant)
         break;
     }
     bool agent = role == xpw_Role_ROLE_ATNAGENT || role == xpw_Role_ROLE_FFNAGENT;
-    if (agent && !stopping && !ordered) {
+    if (agent && !stopping && !ordered && !former) {
         char what[128];
         snprintf(what, sizeof(what), "its process (pid %d) died", pid);
-        daemon_fail(daemon, short_name, what);
+        daemon_generation_fail(daemon, short_name, what);
     }
     event_active(daemon->on_tick, EV_TIMEOUT, 0); /* continue the stop, advance */
 }
@@ -244,6 +248,12 @@ static void watch_process(daemon_t *daemon, daemon_participant_t *participant)
         event_add(participant->on_death, NULL);
 }
 
+static bool has_died(const daemon_participant_t *participant)
+{
+    struct pollfd state = {.fd = participant->pidfd, .events = POLLIN};
+    return participant->pidfd >= 0 && poll(&state, 1, 0) == 1;
+}
+
 static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
 {
     bool ffn = participant->role == xpw_Role_ROLE_FFNAGENT;
@@ -254,6 +264,8 @@ static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
                                   ffn ? "ffn" : "atn");
         return;
     }
+    if (slots[index] && has_died(slots[index]))
+        on_process_death(-1, 0, slots[index]); /* its successor was faster than the news */
     if (slots[index]) {
         daemon_participant_refuse(participant, "device %s already has its agent (pid %d)",
                                   participant->name, (int)slots[index]->pid);
@@ -428,9 +440,12 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
     case xpw_Envelope_arena_attached_tag:
         daemon_instance_attached(daemon, participant->index, &envelope->body.arena_attached);
         break;
+    case xpw_Envelope_kept_weights_tag:
+        daemon_generation_keep(participant, &envelope->body.kept_weights, fds);
+        break;
     case xpw_Envelope_fail_report_tag:
         if (daemon->failed || !daemon_fail_from_fabric(daemon))
-            daemon_fail(daemon, who, envelope->body.fail_report.what);
+            daemon_generation_fail(daemon, who, envelope->body.fail_report.what);
         break;
     case xpw_Envelope_leave_tag: {
         bool instances = false;
@@ -532,6 +547,8 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
         participant->said_bye = true;
         return;
     }
+    if (participant->former)
+        return;
     if (participant->waits) {
         on_waiting_message(participant, envelope);
         return;

@@ -6,7 +6,9 @@
  *
  * An Instance is attached when every member FfnAgent has the arenas of all its ranks; then its
  * ranks get the stages. With the relay the FfnAgents get the AtnAgents' relay arenas instead, the
- * AtnAgents the stages and, last, the ranks' own arenas. Whoever mapped something of an Instance
+ * AtnAgents the stages and, last, the ranks' own arenas. With provider nvshmem these all lie in the
+ * agents' symmetric heap: only the id to join with passes through here, and the ranks' own arenas.
+ * Whoever mapped something of an Instance
  * confirms that it has let go before a successor is attached.
  */
 #include <stdio.h>
@@ -41,6 +43,8 @@ typedef struct plane_instance {
 struct daemon_plane {
     daemon_t *daemon;
     bool relay;
+    bool heap;      /* provider nvshmem */
+    bool id_passed; /* PE 0's id went to the others */
     int life_fd;
     life_page_t *life;
     transport_life_watch_t *watch;
@@ -126,7 +130,8 @@ xp_status_t daemon_plane_start(daemon_t *daemon)
     plane->daemon = daemon;
     plane->life_fd = -1;
     plane->next_life = LIFE_FIRST_WORD;
-    plane->relay = daemon->planned->plan.provider == FABRIC_PROVIDER_P2P_RELAY;
+    plane->relay = fabric_provider_relays(daemon->planned->plan.provider);
+    plane->heap = fabric_provider_heap(daemon->planned->plan.provider);
     memset(plane->stages, 0xff, sizeof(plane->stages)); /* STAGE_FD_ABSENT */
     memset(plane->partials, 0xff, sizeof(plane->partials));
     memset(plane->relays, 0xff, sizeof(plane->relays));
@@ -218,6 +223,8 @@ void daemon_plane_farewell(daemon_participant_t *participant)
     uint32_t index = participant->life_index;
     if (!plane || !index)
         return;
+    if (plane->heap && participant->role != xpw_Role_ROLE_INSTANCE)
+        stage_heap_sweep(participant->pid);
     transport_life_watch_remove(plane->watch, index);
     daemon_plane_end_word(participant);
     plane->life_owner[index] = NULL;
@@ -241,7 +248,7 @@ static void send_arena(daemon_instance_t *instance, const daemon_participant_t *
     attach->dp_size = planned->atn_dp;
     attach->lease = plane->instances[instance->index].lease;
     attach->life_index = instance->ranks[r].participant->life_index;
-    if (wire_channel_send(agent->channel, &envelope, &fd, 1) != XP_OK)
+    if (wire_channel_send(agent->channel, &envelope, &fd, fd >= 0 ? 1 : 0) != XP_OK)
         xp_log_error("cannot hand an arena to its agent");
 }
 
@@ -270,12 +277,13 @@ static bool can_attach(const daemon_instance_t *instance, uint32_t members)
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         uint32_t a = plan_of(plane, instance->index)->rank_atn[r];
         if (instance->ranks[r].state != RANK_OFFERED || !daemon->atn[a] ||
-            !daemon->atn[a]->joined || (plane->relay && plane->relays[instance->index][r] < 0))
+            !daemon->atn[a]->joined ||
+            (plane->relay && !plane->heap && plane->relays[instance->index][r] < 0))
             return false;
     }
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
         if ((members & 1u << f) && (!daemon->ffn[f] || !daemon->ffn[f]->executable ||
-                                    plane->stages[f][instance->index] < 0))
+                                    (!plane->heap && plane->stages[f][instance->index] < 0)))
             return false;
     return true;
 }
@@ -292,10 +300,12 @@ void daemon_plane_try_attach(daemon_instance_t *instance)
     own->asked = members;
     own->attached = 0;
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
-        for (uint32_t r = 0; (members & 1u << f) && r < instance->rank_count; r++)
+        for (uint32_t r = 0; (members & 1u << f) && r < (plane->heap ? 1 : instance->rank_count);
+             r++)
             send_arena(instance, daemon->ffn[f], r,
-                       plane->relay ? plane->relays[instance->index][r]
-                                    : instance->ranks[r].arena_fd);
+                       plane->heap    ? STAGE_FD_ABSENT
+                       : plane->relay ? plane->relays[instance->index][r]
+                                      : instance->ranks[r].arena_fd);
 }
 
 /* With the relay, after the FfnAgents. */
@@ -310,7 +320,7 @@ static void ask_atnagents(daemon_instance_t *instance, uint32_t members)
         if (!agent)
             return; /* it died meanwhile: the Generation is at its end */
         own->asked |= (uint64_t)1 << (PLANE_ATN_BIT + r);
-        for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
+        for (uint32_t f = 0; !plane->heap && f < daemon->config->ffn_count; f++)
             if (members & 1u << f)
                 send_stage(plane, agent, xpw_StageKind_STAGE_ROWS, instance->index, f);
         send_arena(instance, agent, r, instance->ranks[r].arena_fd);
@@ -393,6 +403,22 @@ void daemon_plane_release(daemon_instance_t *instance)
     own->lease = 0;
 }
 
+void daemon_plane_forget(daemon_t *daemon)
+{
+    daemon_plane_t *plane = daemon->plane;
+    if (plane)
+        plane->id_passed = false;
+    for (uint32_t i = 0; plane && i < CONFIG_MAX_MODELS; i++) {
+        plane->instances[i] = (plane_instance_t){0};
+        for (uint32_t f = 0; f < FABRIC_MAX_FFN; f++) {
+            close_fd(&plane->stages[f][i]);
+            close_fd(&plane->partials[f][i]);
+        }
+        for (uint32_t r = 0; r < FABRIC_MAX_RANKS; r++)
+            close_fd(&plane->relays[i][r]);
+    }
+}
+
 static void on_detached(daemon_participant_t *agent, const xpw_ArenaDetached *detached)
 {
     daemon_t *daemon = agent->daemon;
@@ -403,7 +429,7 @@ static void on_detached(daemon_participant_t *agent, const xpw_ArenaDetached *de
         snprintf(who, sizeof(who), "%s %.96s", wire_role_name(agent->role), agent->name);
         snprintf(what, sizeof(what), "the arenas of %s cannot be let go: %.256s",
                  daemon->config->models[detached->instance].id, detached->error);
-        daemon_fail(daemon, who, what);
+        daemon_generation_fail(daemon, who, what);
         return;
     }
     bool ffn = agent->role == xpw_Role_ROLE_FFNAGENT;
@@ -442,7 +468,8 @@ static void on_stage_offer(daemon_participant_t *agent, const xpw_StageOffer *of
     daemon_plane_t *plane = daemon->plane;
     bool ffn = agent->role == xpw_Role_ROLE_FFNAGENT;
     bool relay = offer->kind == xpw_StageKind_STAGE_RELAY;
-    if (offer->instance >= daemon->config->model_count || fds->count != 1 || relay == ffn ||
+    if (plane->heap || offer->instance >= daemon->config->model_count || fds->count != 1 ||
+        relay == ffn ||
         (relay && (offer->rank >= daemon->instances[offer->instance].rank_count ||
                    plan_of(plane, offer->instance)->rank_atn[offer->rank] != agent->index))) {
         daemon_participant_violates(agent, "memory that is not in the plan");
@@ -466,6 +493,31 @@ static void on_stage_offer(daemon_participant_t *agent, const xpw_StageOffer *of
     daemon_plane_try_attach(&daemon->instances[offer->instance]);
 }
 
+/* ---- joining: provider nvshmem ----------------------------------------------------------------
+ */
+
+static void on_fabric_id(daemon_participant_t *agent, const xpw_FabricId *id)
+{
+    daemon_t *daemon = agent->daemon;
+    daemon_plane_t *plane = daemon->plane;
+    if (!plane->heap || plane->id_passed || agent != daemon->atn[0] ||
+        id->generation != daemon->planned->plan.generation) {
+        daemon_participant_violates(agent, "an id that nobody asked for");
+        return;
+    }
+    plane->id_passed = true;
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_fabric_id_tag};
+    envelope.body.fabric_id = *id;
+    /* All of them are registered: they were sent Join together. One that has died meanwhile ends
+     * the Generation by its death. */
+    for (uint32_t a = 1; a < daemon->config->atn_count; a++)
+        if (daemon->atn[a])
+            wire_channel_send(daemon->atn[a]->channel, &envelope, NULL, 0);
+    for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
+        if (daemon->ffn[f])
+            wire_channel_send(daemon->ffn[f]->channel, &envelope, NULL, 0);
+}
+
 /* ---- messages ---------------------------------------------------------------------------------
  */
 
@@ -483,6 +535,9 @@ bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envel
         return true;
     case xpw_Envelope_arena_detached_tag:
         on_detached(agent, &envelope->body.arena_detached);
+        return true;
+    case xpw_Envelope_fabric_id_tag:
+        on_fabric_id(agent, &envelope->body.fabric_id);
         return true;
     case xpw_Envelope_plane_stats_tag:
         agent->plane_stats = envelope->body.plane_stats;

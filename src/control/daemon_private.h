@@ -15,6 +15,7 @@
 
 #define DAEMON_MAX_PARTICIPANTS 128
 #define DAEMON_MAX_REASONS      24
+#define DAEMON_KEPT_BLOCKS      32 /* allocations of one weight shard */
 
 /* The life of a Generation, in order. */
 typedef enum daemon_state {
@@ -32,7 +33,8 @@ typedef enum daemon_state {
 } daemon_state_t;
 
 typedef struct daemon daemon_t;
-struct daemon_kv;                           /* daemon_kv.c: the KV market */
+struct daemon_kv;                                     /* daemon_kv.c: the KV market */
+typedef struct daemon_generation daemon_generation_t; /* daemon_generation.c */
 typedef struct daemon_plane daemon_plane_t; /* daemon_plane.c; only where devices are GPUs */
 
 typedef struct daemon_participant {
@@ -46,6 +48,7 @@ typedef struct daemon_participant {
     int pidfd; /* -1 where the kernel has none: then only the socket tells */
     struct event *on_death;
     bool said_bye, was_killed;
+    bool former;       /* agent of a failed Generation: nothing it says counts */
     bool refused;      /* nothing it says counts any more */
     bool library;      /* an Instance Rank of another engine, through libxpool */
     bool told_to_stop; /* was sent STOP_DRAIN or STOP_FINALIZE */
@@ -94,6 +97,9 @@ typedef struct daemon_rank {
     xpw_ArenaOffer offer;
     uint64_t lease; /* names the current attachment */
     bool attached_at_agent;
+    bool waiting;            /* attached before, to an AtnAgent of a failed Generation */
+    uint64_t stuck_sequence; /* answered when the last Generation failed, the next one open: */
+    uint32_t stuck_count;    /* so often in a row */
     uint64_t weight_bytes, kv_bytes;
 } daemon_rank_t;
 
@@ -129,6 +135,13 @@ struct daemon {
     fabric_t *fabric; /* observer; NULL where devices are GPUs */
     daemon_plane_t *plane;
     struct daemon_kv *kv;
+    daemon_generation_t *generation;
+    bool forming;             /* a Generation failed; the next one has no plan yet */
+    bool reforming;           /* ... and does not execute yet */
+    uint64_t pause_began_ns;  /* of the failure that began it */
+    double last_pause_s;      /* how long the last such pause was */
+    uint64_t reforms;         /* Generations that failed and were replaced */
+    xpw_Failure last_failure; /* of the last of them; generation 0: none */
     daemon_state_t state;
     bool hand_stopped; /* an agent left while no Instance was there */
     int listener, lock;
@@ -159,6 +172,10 @@ const char *daemon_state_name(daemon_state_t state);
 const char *daemon_instance_state_name(daemon_instance_state_t state);
 void daemon_advance(daemon_t *daemon); /* takes every transition that is due */
 void daemon_fail(daemon_t *daemon, const char *who, const char *what);
+void daemon_describe_failure(const daemon_t *daemon, const char *who, const char *what,
+                             xpw_Failure *failure_out);
+void daemon_set_deadline(daemon_t *daemon, double seconds);
+xp_status_t daemon_make_plan_memfd(const fabric_plan_t *plan, int *fd_out);
 /* True when the Fabric itself has failed: it becomes the canonical failure, named by the PE that
  * claimed it rather than by whoever reports it first. */
 bool daemon_fail_from_fabric(daemon_t *daemon);
@@ -175,6 +192,23 @@ void daemon_verdict(const daemon_t *daemon, daemon_verdict_t *verdict_out);
 /* Accepts NULL. `seconds`: how long the participant has. */
 void daemon_send_stop(daemon_participant_t *participant, xpw_StopPhase phase, double seconds);
 void daemon_send_backend(daemon_t *daemon, const daemon_instance_t *instance);
+
+/* daemon_generation.c */
+xp_status_t daemon_generation_start(daemon_t *daemon);
+void daemon_generation_stop(daemon_t *daemon); /* accepts a daemon that was not started */
+/* The Generation has failed by an agent: the next one forms where that is allowed and not hopeless,
+ * else it is the canonical failure that ends everything. */
+void daemon_generation_fail(daemon_t *daemon, const char *who, const char *what);
+/* All agents are registered: whether the Generation has its plan and nobody of a former one lives.
+ * Asked again until it is so. */
+bool daemon_generation_formed(daemon_t *daemon);
+void daemon_generation_executable(daemon_t *daemon);
+/* Of `seconds`, what the pause since a failure may still last. */
+void daemon_generation_deadline(daemon_t *daemon, double seconds);
+void daemon_generation_keep(daemon_participant_t *agent, const xpw_KeptWeights *message,
+                            wire_descriptors_t *fds);
+void daemon_generation_hand(daemon_t *daemon, uint32_t ffn);
+uint64_t daemon_generation_kept_bytes(const daemon_t *daemon, uint32_t ffn);
 
 /* daemon_participants.c */
 void daemon_on_accept(evutil_socket_t fd, short events, void *context);
@@ -205,6 +239,8 @@ void daemon_instance_attached(daemon_t *daemon, uint32_t atn_index,
 /* One of its ranks has gone, for this reason. */
 void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t rank, const char *why);
 void daemon_instance_try_attach(daemon_instance_t *instance);
+/* A rank's open request waits for the next Generation. */
+bool daemon_instance_waits(const daemon_instance_t *instance);
 /* Tells the ranks to warm up, once all are attached. */
 void daemon_instance_initialize(daemon_instance_t *instance);
 /* Takes over what its ranks and its health say into its state, and tells the gateway. */
@@ -240,6 +276,7 @@ bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envel
 void daemon_plane_executable(daemon_t *daemon); /* one more FfnAgent is */
 void daemon_plane_try_attach(daemon_instance_t *instance);
 void daemon_plane_release(daemon_instance_t *instance);
+void daemon_plane_forget(daemon_t *daemon); /* what agents of a failed Generation had */
 /* On CPUs from the Fabric arena, on GPUs as the agents have told. */
 void daemon_pe_counters(const daemon_t *daemon, uint32_t pe, fabric_pe_counters_t *counters_out);
 void daemon_instance_counters(const daemon_t *daemon, uint32_t instance, uint64_t *invocations_out,

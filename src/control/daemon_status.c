@@ -100,13 +100,13 @@ static json_t *verdict_json(const daemon_t *daemon, const daemon_verdict_t *verd
                      reasons);
 }
 
-static json_t *failure_json(const daemon_t *daemon)
+static json_t *failure_json(const xpw_Failure *failure)
 {
-    if (!daemon->failed)
+    if (!failure->generation)
         return json_null();
-    return json_pack("{s:I, s:o, s:o, s:s}", "generation", (json_int_t)daemon->failure.generation,
-                     "who", text_json(daemon->failure.who), "what", text_json(daemon->failure.what),
-                     "when", daemon->failure.when);
+    return json_pack("{s:I, s:o, s:o, s:s}", "generation", (json_int_t)failure->generation, "who",
+                     text_json(failure->who), "what", text_json(failure->what), "when",
+                     failure->when);
 }
 
 static json_t *counters_json(const daemon_t *daemon, uint32_t pe)
@@ -148,6 +148,10 @@ static json_t *agent_json(const daemon_t *daemon, const plan_device_t *device,
                                 json_integer((json_int_t)agent->execution.workspace_bytes));
             json_object_set_new(json, "signatures", json_integer(agent->execution.signatures));
             json_object_set_new(json, "templates", json_integer(agent->execution.templates));
+            json_object_set_new(json, "read_bytes",
+                                json_integer((json_int_t)agent->execution.read_bytes));
+            json_object_set_new(json, "adopted_bytes",
+                                json_integer((json_int_t)agent->execution.adopted_bytes));
         }
     }
     return json;
@@ -273,13 +277,19 @@ static json_t *state_json(const daemon_t *daemon)
                             "requests", (json_int_t)daemon->gateway_stats.requests, "open",
                             (int)daemon->gateway_stats.open, "errors",
                             (json_int_t)daemon->gateway_stats.errors);
-    state = json_pack("{s:s, s:I, s:f, s:o, s:o, s:o, s:o, s:o, s:I, s:i}", "version",
-                      XPOOL_VERSION, "generation", (json_int_t)daemon->planned->plan.generation,
-                      "uptime_seconds", (double)(xp_monotonic_ns() - daemon->started_ns) / 1e9,
-                      "verdict", verdict_json(daemon, &verdict), "failure", failure_json(daemon),
-                      "agents", agents, "models", models, "gateway", gateway, "fabric_bytes",
-                      (json_int_t)daemon->planned->fabric_bytes, "pid", (int)getpid());
+    state =
+        json_pack("{s:s, s:I, s:f, s:o, s:o, s:o, s:o, s:o, s:I, s:i}", "version", XPOOL_VERSION,
+                  "generation", (json_int_t)daemon->planned->plan.generation, "uptime_seconds",
+                  (double)(xp_monotonic_ns() - daemon->started_ns) / 1e9, "verdict",
+                  verdict_json(daemon, &verdict), "failure", failure_json(&daemon->failure),
+                  "agents", agents, "models", models, "gateway", gateway, "fabric_bytes",
+                  (json_int_t)daemon->planned->fabric_bytes, "pid", (int)getpid());
     json_object_set_new(state, "kv", daemon_kv_json(daemon));
+    json_object_set_new(state, "reforms",
+                        json_pack("{s:I, s:b, s:f, s:o}", "count", (json_int_t)daemon->reforms,
+                                  "under_way", daemon->reforming, "last_pause_seconds",
+                                  daemon->last_pause_s, "last_failure",
+                                  failure_json(&daemon->last_failure)));
     return state;
 }
 
@@ -300,7 +310,7 @@ static void on_ready(struct evhttp_request *request, void *context)
     daemon_verdict_t verdict;
     daemon_verdict(daemon, &verdict);
     json_t *json = verdict_json(daemon, &verdict);
-    json_object_set_new(json, "failure", failure_json(daemon));
+    json_object_set_new(json, "failure", failure_json(&daemon->failure));
     reply_json(request, verdict.system_ready ? 200 : 503, json);
 }
 
@@ -336,6 +346,28 @@ static void on_metrics(struct evhttp_request *request, void *context)
     metric_head(out, "xpool_generation", "gauge", "Current Generation");
     evbuffer_add_printf(out, "xpool_generation %llu\n",
                         (unsigned long long)daemon->planned->plan.generation);
+    metric_head(out, "xpool_reforms_total", "counter", "Generations that failed and were replaced");
+    evbuffer_add_printf(out, "xpool_reforms_total %llu\n", (unsigned long long)daemon->reforms);
+    metric_head(out, "xpool_reform_pause_seconds", "gauge",
+                "From the last such failure until the next Generation executed");
+    evbuffer_add_printf(out, "xpool_reform_pause_seconds %.6f\n", daemon->last_pause_s);
+    static const char *const weights[][2] = {
+        {"xpool_ffn_weights_read_bytes", "FFN weights that the FfnAgent has read from files"},
+        {"xpool_ffn_weights_adopted_bytes",
+         "FFN weights taken over from a former FfnAgent without reading"},
+        {"xpool_ffn_weights_kept_bytes", "FFN weights whose descriptors the daemon holds"},
+    };
+    for (uint32_t m = 0; m < 3; m++) {
+        metric_head(out, weights[m][0], "gauge", weights[m][1]);
+        for (uint32_t f = 0; f < daemon->config->ffn_count; f++) {
+            const daemon_participant_t *agent = daemon->ffn[f];
+            uint64_t values[] = {agent ? agent->execution.read_bytes : 0,
+                                 agent ? agent->execution.adopted_bytes : 0,
+                                 daemon_generation_kept_bytes(daemon, f)};
+            evbuffer_add_printf(out, "%s{device=\"%s\"} %llu\n", weights[m][0],
+                                daemon->config->ffn[f].name, (unsigned long long)values[m]);
+        }
+    }
 
     static const struct {
         const char *name, *kind, *help;

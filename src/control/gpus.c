@@ -304,3 +304,21 @@ xp_status_t gpus_memory_hand_on(const config_t *config)
         return xp_fail_errno(XP_NO_MEMORY, "cannot set %s", GPUS_MEMORY_VARIABLE);
     return XP_OK;
 }
+
+/* ---- NVSHMEM ----------------------------------------------------------------------------------
+ */
+
+xp_status_t gpus_nvshmem(const config_t *config, stage_heap_place_t *place_out)
+{
+    char own[CONFIG_MAX_PATH + 32];
+    const char *pythons[CONFIG_MAX_MODELS + 2];
+    uint32_t count = 0;
+    for (uint32_t m = 0; m < config->model_count; m++)
+        if (config->models[m].python[0])
+            pythons[count++] = config->models[m].python;
+    pythons[count++] = getenv("XPOOL_PYTHON");
+    snprintf(own, sizeof(own), "%s/venv-test/bin/python", config->cache_root);
+    pythons[count++] = own;
+    xp_status_t status = stage_heap_find(config->nvshmem_root, pythons, count, place_out);
+    return status == XP_OK ? XP_OK : xp_fail_context(status, "fabric.provider: nvshmem");
+}

@@ -13,6 +13,7 @@
 #include <limits.h>
 
 #include "config/config.h"
+#include "stage/heap.h"
 
 #define GPUS_MAX        (2 * CONFIG_MAX_DEVICES)
 #define GPUS_TEXT_BYTES 2048
@@ -33,6 +34,10 @@ xp_status_t gpus_controller_list(const config_t *config, char out[GPUS_TEXT_BYTE
 /* Of a client of the controller: `first` in this order, then the others. */
 xp_status_t gpus_client_list(const config_t *config, const config_device_t *const *first,
                              uint32_t count, char out[GPUS_TEXT_BYTES]);
+
+/* Where NVSHMEM and the plug-in are: fabric.nvshmem_root, else beside the models' interpreters,
+ * else in the system's Python. XP_UNSUPPORTED says what is missing. */
+xp_status_t gpus_nvshmem(const config_t *config, stage_heap_place_t *place_out);
 
 /* The controller's name, and where its clients find it. */
 xp_status_t gpus_mps_folders(const config_t *config, char name_out[64], char pipe_out[PATH_MAX],

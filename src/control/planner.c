@@ -429,6 +429,7 @@ xp_status_t planner_make(const config_t *config, uint64_t generation, plan_resul
             result->weights[result->weights_count++].first_model = m;
         model->weights = w;
     }
+    XP_TRY_GOTO(status, fail, planner_cuda_heap(config, result));
     XP_TRY_GOTO(status, fail, planner_kv(config, result));
     XP_TRY_GOTO(status, fail, plan_ffn(config, result, ffn_bytes));
     fill_fabric_plan(config, generation, result);

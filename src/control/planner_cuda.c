@@ -21,20 +21,22 @@ static xp_status_t check_provider(const config_t *config, plan_result_t *result)
 {
     const char *name = config->fabric_provider;
     bool cuda = result->cuda, any = strcmp(name, "auto") == 0;
-    if (strcmp(name, "nvshmem") == 0 || strcmp(name, "ucx") == 0)
+    if (strcmp(name, "ucx") == 0)
         return xp_fail(
             XP_UNSUPPORTED,
             "fabric.provider: \"%s\" is not part of this build; it has \"shm\" for CPUs, "
-            "\"p2p\" and \"p2p-relay\" for GPUs of one host, and \"auto\"",
+            "\"p2p\", \"p2p-relay\" and \"nvshmem\" for GPUs, and \"auto\"",
             name);
-    if (!any && cuda != (strncmp(name, "p2p", 3) == 0))
+    if (!any && cuda != (strcmp(name, "shm") != 0))
         return xp_fail(
             XP_INVALID,
             "fabric.provider: \"%s\" does not go with %s devices; use \"%s\" or \"auto\"", name,
             cuda ? "CUDA" : "CPU", cuda ? "p2p" : "shm");
-    result->plan.provider = !cuda                            ? FABRIC_PROVIDER_SHM
-                            : strcmp(name, "p2p-relay") == 0 ? FABRIC_PROVIDER_P2P_RELAY
-                                                             : FABRIC_PROVIDER_P2P;
+    result->plan.provider = !cuda                              ? FABRIC_PROVIDER_SHM
+                            : strcmp(name, "nvshmem-far") == 0 ? FABRIC_PROVIDER_NVSHMEM_FAR
+                            : strcmp(name, "nvshmem") == 0     ? FABRIC_PROVIDER_NVSHMEM
+                            : strcmp(name, "p2p-relay") == 0   ? FABRIC_PROVIDER_P2P_RELAY
+                                                               : FABRIC_PROVIDER_P2P;
     return XP_OK;
 }
 
@@ -133,6 +135,7 @@ static void describe_instance(const config_model_t *model, const plan_model_t *p
     instance->dtype = planned->dtype;
     instance->atn_tp = model->attention_tp;
     instance->atn_dp = model->attention_dp;
+    memcpy(instance->rank_atn, planned->rank_atn, sizeof(instance->rank_atn));
     instance->delivery =
         delivery_of(model->attention_tp, planned->ranks, (uint32_t)__builtin_popcount(group));
     for (uint32_t l = 0; l < planned->spec.layers; l++)
@@ -171,25 +174,49 @@ xp_status_t planner_cuda_ledger(const config_t *config, const config_model_t *mo
 /* ---- FFN devices ------------------------------------------------------------------------------
  */
 
-xp_status_t planner_cuda_workspace(const config_t *config, const plan_result_t *result,
-                                   uint64_t *bytes_out)
+/* Every model on the first FFN devices: no placement needs more of one of them, since a group's
+ * first member holds more than the others. */
+static xp_status_t widest_plan(const config_t *config, const plan_result_t *result,
+                               fabric_plan_t **plan_out)
 {
-    const model_spec_t *specs[CONFIG_MAX_MODELS];
-    uint32_t tp_sizes[CONFIG_MAX_MODELS];
     fabric_plan_t *plan = calloc(1, sizeof(*plan));
     if (!plan)
         return xp_fail(XP_NO_MEMORY, "no memory for a plan");
     plan->atn_count = config->atn_count;
     plan->ffn_count = config->ffn_count;
     plan->lanes = config->scheduler.ffn_concurrency;
+    plan->provider = result->plan.provider;
     plan->instance_count = result->model_count;
+    for (uint32_t m = 0; m < result->model_count; m++)
+        describe_instance(&config->models[m], &result->models[m],
+                          (1u << config->models[m].ffn_tp_size) - 1, &plan->instances[m]);
+    *plan_out = plan;
+    return XP_OK;
+}
+
+xp_status_t planner_cuda_heap(const config_t *config, plan_result_t *result)
+{
+    fabric_plan_t *plan;
+    if (!fabric_provider_heap(result->plan.provider))
+        return XP_OK;
+    XP_TRY(widest_plan(config, result, &plan));
+    for (uint32_t d = 0; d < config->atn_count; d++)
+        result->atn[d].arena_bytes += stage_heap_bytes(plan) + STAGE_HEAP_OWN_BYTES;
+    free(plan);
+    return XP_OK;
+}
+
+xp_status_t planner_cuda_workspace(const config_t *config, const plan_result_t *result,
+                                   uint64_t *bytes_out)
+{
+    const model_spec_t *specs[CONFIG_MAX_MODELS];
+    uint32_t tp_sizes[CONFIG_MAX_MODELS];
+    fabric_plan_t *plan;
     for (uint32_t m = 0; m < result->model_count; m++) {
-        const plan_model_t *model = &result->models[m];
-        specs[m] = &model->spec;
+        specs[m] = &result->models[m].spec;
         tp_sizes[m] = config->models[m].ffn_tp_size;
-        /* The first member holds more than the others. */
-        describe_instance(&config->models[m], model, (1u << tp_sizes[m]) - 1, &plan->instances[m]);
     }
+    XP_TRY(widest_plan(config, result, &plan));
     ffn_cuda_ledger_t ledger;
     stage_bytes_t stage;
     xp_status_t status =

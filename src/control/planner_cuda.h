@@ -24,6 +24,9 @@ xp_status_t planner_budgets(const config_t *config, plan_result_t *result);
 xp_status_t planner_cuda_ledger(const config_t *config, const config_model_t *model,
                                 const checkpoint_t *checkpoint, plan_model_t *planned,
                                 uint64_t *ffn_bytes_out);
+/* Provider nvshmem: adds the symmetric heap of the AtnAgents to the attention devices, for any
+ * placement. */
+xp_status_t planner_cuda_heap(const config_t *config, plan_result_t *result);
 /* What an FFN device holds beside the weights, if every model were on it: before placement, so
  * never less than what placement then says. */
 xp_status_t planner_cuda_workspace(const config_t *config, const plan_result_t *result,

@@ -44,6 +44,7 @@ struct fabric_atn {
     xp_clock_t clock;
     transport_waiter_t waiter;
     observe_t *observe; /* NULL: nobody looks */
+    bool keep;          /* arenas stay open after a failure */
     uint64_t last_look_ns;
     pthread_mutex_t lock;
     uint32_t inbox; /* not 0: some slot's inbox has news */
@@ -83,6 +84,11 @@ void fabric_atn_observe(fabric_atn_t *atn, observe_t *observe)
         observe_name_instance(observe, i, atn->fabric->plan.instances[i].id);
 }
 
+void fabric_atn_keep_arenas(fabric_atn_t *atn)
+{
+    atn->keep = true;
+}
+
 static void atn_drop_server(transport_server_t *server, xp_status_t reason)
 {
     if (!server)
@@ -95,9 +101,14 @@ void fabric_atn_destroy(fabric_atn_t *atn)
 {
     if (!atn)
         return;
+    bool keep = atn->keep && fabric_has_failed(atn->fabric);
     for (uint32_t i = 0; i < atn->slot_count; i++) {
-        atn_drop_server(atn->slots[i].server, XP_CLOSED);
-        atn_drop_server(atn->slots[i].incoming, XP_CLOSED);
+        transport_server_t *servers[] = {atn->slots[i].server, atn->slots[i].incoming};
+        for (uint32_t s = 0; s < 2; s++)
+            if (keep)
+                transport_server_destroy(servers[s]);
+            else
+                atn_drop_server(servers[s], XP_CLOSED);
     }
     pthread_mutex_destroy(&atn->lock);
     free(atn);
@@ -537,7 +548,7 @@ xp_status_t fabric_atn_run(fabric_atn_t *atn)
     xp_status_t status = atn_loop(atn);
     xp_status_t reason = status == XP_CLOSED ? XP_CLOSED : XP_FATAL;
     pthread_mutex_lock(&atn->lock);
-    for (uint32_t i = 0; i < atn->slot_count; i++) {
+    for (uint32_t i = 0; i < atn->slot_count && !(atn->keep && reason == XP_FATAL); i++) {
         if (atn->slots[i].server)
             transport_server_close(atn->slots[i].server, reason);
         if (atn->slots[i].incoming)

@@ -34,6 +34,10 @@ xp_status_t fabric_shm_bytes(const fabric_plan_t *plan, uint64_t *bytes_out);
 /* Daemon: makes both memfds, sealed in size, initialised from the plan. Caller closes them. */
 xp_status_t fabric_shm_make(const fabric_plan_t *plan, fabric_descriptors_t *descriptors_out);
 
+/* For the next Generation, once every agent of the last one is dead: a new arena in place of the
+ * old one, and the same doorbell page, which Instances have. On an error nothing has changed. */
+xp_status_t fabric_shm_renew(const fabric_plan_t *plan, fabric_descriptors_t *descriptors);
+
 #define FABRIC_PE_OBSERVER UINT32_MAX /* the daemon: reads counters, sets failure and shutdown */
 /* Maps the arena as participant `pe`. Descriptors are duplicated. Checks ABI, size, plan digest. */
 xp_status_t fabric_attach(const char *provider, const fabric_plan_t *plan,
@@ -65,6 +69,9 @@ xp_status_t fabric_atn_attach(fabric_atn_t *atn, uint32_t instance, uint32_t ran
 xp_status_t fabric_atn_detach(fabric_atn_t *atn, uint32_t instance, uint32_t rank);
 /* Before run: each Submission that was answered is recorded. `observe` may be NULL. */
 void fabric_atn_observe(fabric_atn_t *atn, observe_t *observe);
+/* Before run: arenas outlive a failure of the Generation. The service then leaves them open, for
+ * whoever decides what becomes of their requests. */
+void fabric_atn_keep_arenas(fabric_atn_t *atn);
 /* The service loop, on a thread of the caller's: XP_CLOSED after shutdown, XP_FATAL on failure. */
 xp_status_t fabric_atn_run(fabric_atn_t *atn);
 

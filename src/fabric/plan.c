@@ -15,6 +15,12 @@ _Static_assert(sizeof(fabric_header_t) <= FABRIC_PAGE, "the header is one page")
 
 #define PLAN_MAX_SPIN_NS 10000000u /* 10 ms: a longer spin is a mistake in units */
 
+const char *fabric_plan_provider_name(uint32_t provider)
+{
+    static const char *const names[] = {"shm", "p2p", "p2p-relay", "nvshmem", "nvshmem-far"};
+    return provider < sizeof(names) / sizeof(names[0]) ? names[provider] : "unknown";
+}
+
 const char *fabric_delivery_name(uint32_t delivery)
 {
     static const char *const names[] = {"direct-partial", "single-complete", "replicated-complete"};
@@ -87,7 +93,7 @@ xp_status_t fabric_plan_check(const fabric_plan_t *plan, uint64_t bytes)
     if (plan->lanes == 0 || plan->lanes > FABRIC_MAX_LANES)
         return xp_fail(XP_INVALID, "Fabric plan with %u Lanes; allowed are 1 to %d", plan->lanes,
                        FABRIC_MAX_LANES);
-    if (plan->provider > FABRIC_PROVIDER_P2P_RELAY)
+    if (plan->provider > FABRIC_PROVIDER_NVSHMEM_FAR)
         return xp_fail(XP_INVALID, "Fabric plan with unknown provider %u", plan->provider);
     if (plan->policy > FABRIC_POLICY_DEADLINE)
         return xp_fail(XP_INVALID, "Fabric plan with unknown policy %u", plan->policy);

@@ -10,6 +10,7 @@
 #ifndef XPOOL_FABRIC_PLAN_H
 #define XPOOL_FABRIC_PLAN_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "model/spec.h"
@@ -25,11 +26,15 @@
 #define FABRIC_MAX_ROWS      8192
 
 /* SHM: CPU devices, rows of F32. P2P: GPUs of one host (module stage), rows of BF16 or F16,
- * straight between Instance and FfnAgents; P2P_RELAY: the same by way of the AtnAgents. */
+ * straight between Instance and FfnAgents; P2P_RELAY: the same by way of the AtnAgents; NVSHMEM: as
+ * P2P_RELAY, with stages and relay arenas in the symmetric heap of all agents; NVSHMEM_FAR: the
+ * same as between hosts, where no PE's memory is mapped by another. */
 typedef enum fabric_plan_provider {
     FABRIC_PROVIDER_SHM = 0,
     FABRIC_PROVIDER_P2P,
     FABRIC_PROVIDER_P2P_RELAY,
+    FABRIC_PROVIDER_NVSHMEM,
+    FABRIC_PROVIDER_NVSHMEM_FAR,
 } fabric_plan_provider_t;
 
 typedef enum fabric_policy {
@@ -48,6 +53,18 @@ typedef enum fabric_delivery {
     FABRIC_DELIVERY_SINGLE_COMPLETE,
     FABRIC_DELIVERY_REPLICATED_COMPLETE,
 } fabric_delivery_t;
+/* By way of the AtnAgents? */
+static inline bool fabric_provider_relays(uint32_t provider)
+{
+    return provider >= FABRIC_PROVIDER_P2P_RELAY;
+}
+/* In the symmetric heap of NVSHMEM? */
+static inline bool fabric_provider_heap(uint32_t provider)
+{
+    return provider == FABRIC_PROVIDER_NVSHMEM || provider == FABRIC_PROVIDER_NVSHMEM_FAR;
+}
+/* "shm", "p2p", "p2p-relay", "nvshmem", "nvshmem-far", "unknown". */
+const char *fabric_plan_provider_name(uint32_t provider);
 /* "direct-partial", "single-complete", "replicated-complete", "unknown". */
 const char *fabric_delivery_name(uint32_t delivery);
 

@@ -32,18 +32,20 @@ static xp_status_t shm_bytes(const fabric_plan_t *plan, uint64_t *bytes_out)
     return XP_OK;
 }
 
-static xp_status_t shm_make(const fabric_plan_t *plan, fabric_descriptors_t *descriptors_out)
+static xp_status_t shm_make_arena(const fabric_plan_t *plan, int *fd_out)
 {
     xp_status_t status;
-    fabric_descriptors_t made = {-1, -1};
     fabric_layout_t layout;
     void *address;
+    int fd;
     XP_TRY(fabric_plan_check(plan, sizeof(*plan)));
     fabric_layout_compute(plan, &layout);
-    XP_TRY_GOTO(status, fail, xp_memfd_create("xpool-fabric", layout.bytes, &made.arena_fd));
-    XP_TRY_GOTO(status, fail,
-                transport_doorbell_make(plan->atn_count + plan->ffn_count, &made.doorbell_fd));
-    XP_TRY_GOTO(status, fail, xp_memfd_map(made.arena_fd, layout.bytes, &address));
+    XP_TRY(xp_memfd_create("xpool-fabric", layout.bytes, &fd));
+    status = xp_memfd_map(fd, layout.bytes, &address);
+    if (status != XP_OK) {
+        close(fd);
+        return status;
+    }
     memcpy((char *)address + layout.plan, plan, sizeof(*plan));
     fabric_header_t *header = address;
     header->abi = FABRIC_ABI;
@@ -54,14 +56,22 @@ static xp_status_t shm_make(const fabric_plan_t *plan, fabric_descriptors_t *des
     header->plan_bytes = sizeof(*plan);
     header->magic = FABRIC_ARENA_MAGIC;
     xp_memfd_unmap(address);
+    *fd_out = fd;
+    return XP_OK;
+}
+
+static xp_status_t shm_make(const fabric_plan_t *plan, fabric_descriptors_t *descriptors_out)
+{
+    fabric_descriptors_t made = {-1, -1};
+    XP_TRY(shm_make_arena(plan, &made.arena_fd));
+    xp_status_t status =
+        transport_doorbell_make(plan->atn_count + plan->ffn_count, &made.doorbell_fd);
+    if (status != XP_OK) {
+        close(made.arena_fd);
+        return status;
+    }
     *descriptors_out = made;
     return XP_OK;
-fail:
-    if (made.arena_fd >= 0)
-        close(made.arena_fd);
-    if (made.doorbell_fd >= 0)
-        close(made.doorbell_fd);
-    return status;
 }
 
 static void shm_unmap(fabric_provider_t *provider)
@@ -212,4 +222,18 @@ xp_status_t fabric_shm_bytes(const fabric_plan_t *plan, uint64_t *bytes_out)
 xp_status_t fabric_shm_make(const fabric_plan_t *plan, fabric_descriptors_t *descriptors_out)
 {
     return shm_make(plan, descriptors_out);
+}
+
+xp_status_t fabric_shm_renew(const fabric_plan_t *plan, fabric_descriptors_t *descriptors)
+{
+    int arena;
+    XP_TRY(shm_make_arena(plan, &arena));
+    xp_status_t status = transport_doorbell_renew(descriptors->doorbell_fd);
+    if (status != XP_OK) {
+        close(arena);
+        return status;
+    }
+    close(descriptors->arena_fd);
+    descriptors->arena_fd = arena;
+    return XP_OK;
 }

@@ -63,9 +63,6 @@ static xp_status_t create_check(const ffn_cuda_config_t *config)
     if (config->lanes < 1 || config->lanes > FFN_CUDA_MAX_LANES || config->max_rows < 1)
         return xp_fail(XP_INVALID, "%u Executor Lanes of %u rows; 1 to %u Lanes of 1 row or more",
                        config->lanes, config->max_rows, FFN_CUDA_MAX_LANES);
-    if (config->decode_order > 8 || (config->decode_order & (config->decode_order - 1)))
-        return xp_fail(XP_INVALID, "decode order %u; 0, 1, 2, 4 and 8 are orders",
-                       config->decode_order);
     if (config->resident && config->shared_role)
         return xp_fail(XP_INVALID, "the resident decode kernel needs a GPU without another role");
     return XP_OK;
@@ -312,6 +309,8 @@ static xp_status_t install_shard(ffn_cuda_runtime_t *runtime, const ffn_install_
         /* Anything else than "not that shard" would not be better by reading. */
         if (status != XP_INVALID && status != XP_PEER)
             return status;
+        if (install->refused)
+            install->refused(install->progress_context);
     }
     report->read = checkpoint ? layout->bytes : 0;
     return cuda_shard_load(&loader, install, checkpoint, layout, shard_out);
@@ -505,7 +504,6 @@ static xp_status_t start_lane(ffn_cuda_runtime_t *runtime, uint32_t index)
     const cuda_lane_t *own = &runtime->lane[index];
     ffn_cuda_lane_t lane = {.layers = runtime->dispatch.layers};
     ffn_cuda_workspace_carve(&runtime->limits, own->workspace, &lane.workspace);
-    lane.workspace.decode_order = runtime->config.decode_order;
     XP_TRY(runtime_write(runtime, own->lane, &lane, sizeof(lane)));
     /* A piece computes in the same workspace; pieces and their Lane take turns. */
     XP_TRY(runtime_write(runtime, own->piece, &lane, sizeof(lane)));

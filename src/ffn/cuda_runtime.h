@@ -45,7 +45,6 @@ typedef struct ffn_cuda_config {
                                     the scheduler's */
     uint32_t bulk_blocks;        /* of bulk products while decode is active; 0 = all */
     uint32_t piece_rows;         /* most rows of one piece of bulk work; 0 = by the 300 us rule */
-    uint32_t decode_order;       /* ffn_cuda_workspace_t.decode_order: 0, 1, 2, 4 or 8 */
     uint32_t records;           /* Invocation records kept for ffn_cuda_runtime_records; 0 = none */
     int32_t cpu;                /* of the host thread; negative = not pinned */
     uint64_t block_bytes;       /* most bytes of one allocation of weights; 0 = 48 GiB */

@@ -33,6 +33,21 @@ typedef struct ffn_runtime_config {
 xp_status_t ffn_runtime_create(const ffn_runtime_config_t *config, ffn_runtime_t **runtime_out);
 void ffn_runtime_destroy(ffn_runtime_t *runtime);
 
+/* A shard's memory as one process hands it to the next: frozen, so that its bytes are those that
+ * were complete. `identity` names the shard (tensors, shapes, types, files, kernels' form),
+ * `content` is a sum over its bytes; both are compared before the memory is used. */
+typedef struct ffn_weights {
+    int fd; /* the holder's to close */
+    uint64_t bytes, identity, content;
+} ffn_weights_t;
+
+typedef struct ffn_load_report {
+    uint64_t bytes;   /* of the shard's memory */
+    uint64_t read;    /* of it filled from files; 0: dummy weights or adopted ones */
+    uint64_t took_ns; /* of reading, filling or adopting */
+    bool adopted;
+} ffn_load_report_t;
+
 /* Progress of loading, called from reader threads: bytes done of bytes in all. */
 typedef void (*ffn_progress_t)(void *context, uint64_t done_bytes, uint64_t total_bytes);
 
@@ -46,13 +61,21 @@ typedef struct ffn_install {
     uint32_t readers;          /* parallel reader threads, >= 1 */
     ffn_progress_t progress;   /* may be NULL */
     void *progress_context;
+    const ffn_weights_t *kept; /* CPU devices: a shard that may be adopted without reading; when it
+                                * is another one, refused() is called and it is loaded. Or NULL */
+    void (*refused)(void *context); /* kept weights are not adopted; called with progress_context
+                                     * before loading; may be NULL */
+    ffn_load_report_t *report;      /* CPU devices; may be NULL */
 } ffn_install_t;
 
-/* Loads this shard's tensors of every layer into a memfd named "xpool-ffn:<model_id>" (so that
- * smaps shows what it is), packs them for the selected kernels, forms signatures and templates.
- * Either the whole model is installed or nothing is left of it. XP_NO_MEMORY names needed and left
- * bytes. */
+/* Loads this shard's tensors of every layer (or adopts them) into a memfd named
+ * "xpool-ffn:<model_id>" (so that smaps shows what it is), packs them for the selected kernels,
+ * forms signatures and templates. Either the whole model is installed or nothing is left of it.
+ * XP_NO_MEMORY names needed and left bytes. */
 xp_status_t ffn_runtime_install(ffn_runtime_t *runtime, const ffn_install_t *install);
+/* A new descriptor of an installed shard's frozen memory, the caller's to close. */
+xp_status_t ffn_runtime_export(const ffn_runtime_t *runtime, uint32_t model,
+                               ffn_weights_t *weights_out);
 void ffn_runtime_uninstall(ffn_runtime_t *runtime, uint32_t model);
 
 /* Exact bytes ffn_runtime_install() will take for that shard (planner's ledger): weights, tables.

@@ -63,7 +63,8 @@ typedef struct ffn_model {
     char id[96];
     uint32_t hidden, layers;
     uint64_t bytes;        /* as ffn_install_bytes() */
-    void *weights;         /* mapping of the memfd */
+    void *weights;         /* mapping of the memfd, readable only */
+    ffn_weights_t kept;    /* the same for others; fd -1: none */
     ffn_layer_t *layer;    /* [layers] */
     ffn_triple_t *triples; /* of all layers */
 } ffn_model_t;

@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "base/memfd.h"
+#include "ffn/keep.h"
 #include "ffn/layout.h"
 #include "ffn/load.h"
 #include "ffn/private.h"
@@ -109,6 +110,8 @@ xp_status_t ffn_runtime_create(const ffn_runtime_config_t *config, ffn_runtime_t
     if (!runtime)
         return xp_fail(XP_NO_MEMORY, "no memory for the FFN runtime");
     runtime->config = *config;
+    for (uint32_t m = 0; m < FFN_MAX_MODELS; m++)
+        runtime->model[m].kept.fd = -1;
     runtime->config.cpus = NULL; /* the caller's; the pool has used it by then */
     pthread_mutex_init(&runtime->team, NULL);
     runtime->lane = calloc(config->lanes, sizeof(ffn_lane_t));
@@ -131,9 +134,12 @@ static void runtime_release_model(ffn_runtime_t *runtime, ffn_model_t *model)
         if (model->layer[l].template)
             ffn_template_release(runtime, model->layer[l].template);
     xp_memfd_unmap(model->weights);
+    if (model->kept.fd >= 0)
+        close(model->kept.fd);
     free(model->layer);
     free(model->triples);
     memset(model, 0, sizeof(*model));
+    model->kept.fd = -1;
 }
 
 void ffn_runtime_destroy(ffn_runtime_t *runtime)
@@ -331,17 +337,63 @@ done:
     return status;
 }
 
-static xp_status_t install_map(const ffn_install_t *install, uint64_t bytes, void **address_out)
+static xp_status_t install_load(const ffn_install_t *install, const checkpoint_t *checkpoint,
+                                const layout_t *layout, uint64_t identity, ffn_model_t *model,
+                                bool *packed)
 {
     char name[128];
     int fd = -1;
+    uint64_t bytes = layout->weight_bytes;
     snprintf(name, sizeof(name), "xpool-ffn:%s", install->model_id);
-    XP_TRY(xp_memfd_create(name, bytes, &fd));
-    xp_status_t status = xp_memfd_map(fd, bytes, address_out);
+    XP_TRY(xp_memfd_create_fillable(name, bytes, &fd));
+    xp_status_t status;
+    XP_TRY_GOTO(status, fail, xp_memfd_map(fd, bytes, &model->weights));
+    madvise(model->weights, bytes, MADV_HUGEPAGE); /* best effort */
+    XP_TRY_GOTO(status, fail, load_shard(install, checkpoint, layout, model->weights, packed));
+    XP_TRY_GOTO(status, fail,
+                keep_freeze(fd, bytes, identity, install->readers, &model->weights, &model->kept));
+    return XP_OK;
+fail:
     close(fd);
-    if (status == XP_OK)
-        madvise(*address_out, bytes, MADV_HUGEPAGE); /* best effort */
     return status;
+}
+
+/* What load_shard() would have found out while packing. */
+static xp_status_t install_adopt(const ffn_install_t *install, const layout_t *layout,
+                                 uint64_t identity, ffn_model_t *model, bool *packed)
+{
+    ffn_weights_t kept = *install->kept;
+    XP_TRY(keep_adopt(install->kept, layout->weight_bytes, identity, install->readers,
+                      &model->weights));
+    if (xp_fd_duplicate(install->kept->fd, &kept.fd) != XP_OK) {
+        xp_memfd_unmap(model->weights);
+        model->weights = NULL;
+        return XP_IO;
+    }
+    model->kept = kept;
+    for (size_t i = 0; i < layout->count; i++)
+        packed[i] = layout->items[i].role != LAYOUT_BIAS &&
+                    kernels_pack_supported(layout->items[i].dtype, layout->items[i].columns);
+    return XP_OK;
+}
+
+static xp_status_t install_weights(const ffn_install_t *install, const checkpoint_t *checkpoint,
+                                   const layout_t *layout, ffn_model_t *model, bool *packed)
+{
+    uint64_t identity = keep_identity(install, layout), start_ns = xp_monotonic_ns();
+    ffn_load_report_t report = {.bytes = layout->weight_bytes};
+    if (install->kept) {
+        report.adopted = install_adopt(install, layout, identity, model, packed) == XP_OK;
+        if (!report.adopted && install->refused)
+            install->refused(install->progress_context);
+    }
+    if (!report.adopted)
+        XP_TRY(install_load(install, checkpoint, layout, identity, model, packed));
+    report.read = report.adopted || install->dummy ? 0 : layout->weight_bytes;
+    report.took_ns = xp_monotonic_ns() - start_ns;
+    if (install->report)
+        *install->report = report;
+    return XP_OK;
 }
 
 static xp_status_t install_check(const ffn_runtime_t *runtime, const ffn_install_t *install)
@@ -362,7 +414,7 @@ xp_status_t ffn_runtime_install(ffn_runtime_t *runtime, const ffn_install_t *ins
     xp_status_t status;
     checkpoint_t *checkpoint = NULL;
     layout_t layout = {0};
-    ffn_model_t model = {0};
+    ffn_model_t model = {.kept.fd = -1};
     install_need_t need = {0};
     bool *packed = NULL;
     XP_TRY(install_check(runtime, install));
@@ -387,8 +439,7 @@ xp_status_t ffn_runtime_install(ffn_runtime_t *runtime, const ffn_install_t *ins
         status = xp_fail(XP_NO_MEMORY, "no memory for the tables of model %s", install->model_id);
         goto done;
     }
-    XP_TRY_GOTO(status, done, install_map(install, layout.weight_bytes, &model.weights));
-    XP_TRY_GOTO(status, done, load_shard(install, checkpoint, &layout, model.weights, packed));
+    XP_TRY_GOTO(status, done, install_weights(install, checkpoint, &layout, &model, packed));
     install_tables(&model, spec, &layout, packed);
     XP_TRY_GOTO(status, done, install_commit(runtime, install, spec, &need, &model));
 done:
@@ -402,6 +453,17 @@ done:
     checkpoint_close(checkpoint);
     free(spec);
     return status;
+}
+
+xp_status_t ffn_runtime_export(const ffn_runtime_t *runtime, uint32_t model,
+                               ffn_weights_t *weights_out)
+{
+    if (model >= FFN_MAX_MODELS || !runtime->model[model].installed)
+        return xp_fail(XP_NOT_FOUND, "no model %u is installed", model);
+    ffn_weights_t weights = runtime->model[model].kept;
+    XP_TRY(xp_fd_duplicate(weights.fd, &weights.fd));
+    *weights_out = weights;
+    return XP_OK;
 }
 
 void ffn_runtime_uninstall(ffn_runtime_t *runtime, uint32_t model)

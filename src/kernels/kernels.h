@@ -54,6 +54,8 @@ size_t kernels_matrix_bytes(xp_dtype_t dtype, uint32_t rows, uint32_t columns);
  * kernel takes both forms. XP_NO_MEMORY when the temporary buffer cannot be had; the matrix is
  * unchanged. */
 xp_status_t kernels_matrix_pack(kernels_matrix_t *w);
+/* Whether a matrix of this kind has a packed form. */
+bool kernels_pack_supported(xp_dtype_t dtype, uint32_t columns);
 
 /* Scratch one thread needs for any call with up to max_rows x max_columns inputs. */
 size_t kernels_scratch_bytes(uint32_t max_rows, uint32_t max_columns);

@@ -115,8 +115,6 @@ static inline const uint8_t *kernels_panel_block(const uint8_t *panel, xp_dtype_
 
 extern const kernels_ops_t kernels_ops_plain, kernels_ops_avx2, kernels_ops_avx512;
 
-/* Whether a matrix of this kind has a packed form. */
-bool kernels_pack_supported(xp_dtype_t dtype, uint32_t columns);
 /* Decodes columns [first, first + count) of one lane (row) of a packed panel. Plain C. */
 void kernels_pack_decode_lane(xp_dtype_t dtype, const uint8_t *panel, uint32_t first,
                               uint32_t count, uint32_t lane, float *out);

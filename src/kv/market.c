@@ -286,6 +286,8 @@ static void watch_answer(kv_market_t *market, uint32_t g, uint64_t now_ns, kv_ma
     const kv_policy_group_t *group = book(market, g);
     if (group->answered)
         return;
+    if (market->paused)
+        state->commanded_ns = now_ns;
     uint64_t waited = now_ns - state->commanded_ns;
     uint64_t limit = market->settings.answer_ns;
     if (waited >= 2 * limit) {

@@ -65,6 +65,9 @@ typedef struct kv_market {
     kv_policy_snapshot_t snapshot; /* the policy's groups are the market's books */
     kv_policy_decisions_t decisions;
     kv_market_group_t groups[KV_MAX_GROUPS];
+    /* Instances wait for the next Generation in the middle of a step: who has not answered is not
+     * late, and has all its time again afterwards. */
+    bool paused;
     uint64_t observed_ns[KV_MAX_POOLS];  /* of the newest observation looked at; 0: none */
     uint64_t formed_bytes[KV_MAX_POOLS]; /* 0: not formed */
     kv_market_record_t record;

@@ -244,7 +244,8 @@ static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted, wire_d
     transport_client_observe(rank->client, rank->observe, admitted->instance, rank->rank);
     take_kv_place(rank, admitted, fds);
     rank->max_rows = admitted->max_rows;
-    rank->patience_ns = fabric_plan_caller_patience_ns(admitted->submission_timeout_ns);
+    rank->patience_ns =
+        fabric_plan_caller_patience_ns(admitted->submission_timeout_ns) + admitted->pause_ns;
     xpw_ArenaOffer offer = {.hidden = geometry.hidden,
                             .max_rows = geometry.max_rows,
                             .dtype = (uint32_t)geometry.dtype};

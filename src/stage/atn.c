@@ -29,6 +29,7 @@ enum { ATN_KERNEL_RELAY, ATN_KERNEL_DESCRIBE, ATN_KERNELS };
 struct stage_atn {
     const cuda_device_t *device;
     const fabric_plan_t *plan;
+    stage_heap_t *heap; /* or NULL */
     stage_control_t control;
     cuda_module_t module;
     cuda_function_t kernels[ATN_KERNELS];
@@ -46,6 +47,22 @@ static bool atn_serves(const fabric_plan_instance_t *instance, uint32_t atn)
         if (instance->rank_atn[rank] == atn)
             return true;
     return false;
+}
+
+/* A block without a handle is not this object's to free: it lies on the heap. */
+static xp_status_t atn_make_arena(const stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                                  const transport_geometry_t *geometry, cuda_block_t *block_out)
+{
+    if (!atn->heap)
+        return cuda_block_create(atn->device, transport_cuda_arena_bytes(atn->device, geometry),
+                                 block_out);
+    *block_out = (cuda_block_t){
+        .device = atn->device,
+        .address = stage_heap_at(atn->heap,
+                                 stage_heap_offset(atn->plan, STAGE_HEAP_RELAY, instance, rank, 0)),
+        .bytes = transport_cuda_plain_bytes(geometry),
+    };
+    return XP_OK;
 }
 
 /* The ranks of this AtnAgent, each with a relay arena. */
@@ -67,8 +84,7 @@ static xp_status_t atn_make_ranks(stage_atn_t *atn, uint32_t index)
             own->instance = i;
             own->rank = rank;
             transport_geometry_t geometry = stage_geometry(plan);
-            XP_TRY(cuda_block_create(
-                atn->device, transport_cuda_arena_bytes(atn->device, &geometry), &own->arena));
+            XP_TRY(atn_make_arena(atn, i, rank, &geometry, &own->arena));
             /* FfnAgents look at the header when they attach it, which may be before the rank comes.
              */
             mailbox_arena_t header = transport_cuda_header(&geometry);
@@ -81,12 +97,24 @@ static xp_status_t atn_make_ranks(stage_atn_t *atn, uint32_t index)
     return atn->count ? XP_OK : xp_fail(XP_INVALID, "AtnAgent %u serves no Instance Rank", index);
 }
 
-static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cuda_life_t *life)
+static xp_status_t atn_load(stage_atn_t *atn)
 {
     static const char *const names[ATN_KERNELS] = {"stage_relay", "stage_relay_describe"};
-    XP_TRY(stage_control_init(atn->device, &atn->control));
-    XP_TRY(cuda_module_load(atn->device, &cuda_image_stage_relay, names, ATN_KERNELS, &atn->module,
+    static const char *const plugin_names[ATN_KERNELS] = {XPOOL_NVSHMEM_RELAY,
+                                                          XPOOL_NVSHMEM_DESCRIBE};
+    if (!atn->heap)
+        return cuda_module_load(atn->device, &cuda_image_stage_relay, names, ATN_KERNELS,
+                                &atn->module, atn->kernels);
+    cuda_image_t image = stage_heap_image(atn->heap);
+    XP_TRY(cuda_module_load(atn->device, &image, plugin_names, ATN_KERNELS, &atn->module,
                             atn->kernels));
+    return stage_heap_module_ready(atn->heap, &atn->module);
+}
+
+static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cuda_life_t *life)
+{
+    XP_TRY(stage_control_init(atn->device, &atn->control));
+    XP_TRY(atn_load(atn));
     uint64_t bytes = sizeof(stage_relay_t), at = bytes;
     for (uint32_t i = 0; i < atn->plan->instance_count; i++)
         bytes += sizeof(uint32_t) * atn->plan->instances[i].layers;
@@ -110,13 +138,15 @@ static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cu
 }
 
 xp_status_t stage_atn_create(const cuda_device_t *device, const fabric_plan_t *plan, uint32_t index,
-                             const transport_cuda_life_t *life, stage_atn_t **atn_out)
+                             const transport_cuda_life_t *life, stage_heap_t *heap,
+                             stage_atn_t **atn_out)
 {
     stage_atn_t *atn = calloc(1, sizeof(*atn));
     if (!atn)
         return xp_fail(XP_NO_MEMORY, "no memory for the relay of AtnAgent %u", index);
     atn->device = device;
     atn->plan = plan;
+    atn->heap = heap;
     xp_status_t status = atn_make(atn, index, life);
     if (status != XP_OK) {
         stage_atn_destroy(atn);
@@ -153,12 +183,14 @@ xp_status_t stage_atn_export(const stage_atn_t *atn, uint32_t instance, uint32_t
 {
     const atn_rank_t *found = NULL;
     XP_TRY(atn_find(atn, instance, rank, &found));
+    if (atn->heap)
+        return xp_fail(XP_INVALID, "relay arenas of the symmetric heap are not exported");
     return cuda_vmm_export(atn->device, found->arena.handle, fd_out);
 }
 
 xp_status_t stage_atn_open(stage_atn_t *atn, uint32_t instance, uint32_t ffn, int stage_fd)
 {
-    if (instance >= atn->plan->instance_count || !atn->groups[instance] ||
+    if (atn->heap || instance >= atn->plan->instance_count || !atn->groups[instance] ||
         ffn >= STAGE_MAX_MEMBERS || !(stage_members(&atn->plan->instances[instance]) >> ffn & 1))
         return xp_fail(XP_INVALID, "no stage of FfnAgent %u for Instance %u is used here", ffn,
                        instance);
@@ -208,13 +240,19 @@ xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
     XP_TRY(stage_dtype(plan, &slot.dtype));
     for (uint32_t left = stage_members(plan); left; left &= left - 1) {
         uint32_t ffn = fabric_group_first(left);
-        const cuda_block_t *stage = &atn->stages[instance][ffn];
-        if (!stage->handle)
+        cuda_address_t stage = atn->stages[instance][ffn].address;
+        slot.pe[ffn] = atn->plan->atn_count + ffn;
+        if (atn->heap) {
+            uint64_t at = stage_heap_offset(atn->plan, STAGE_HEAP_PAGE, instance, ffn, 0);
+            stage = stage_heap_at(atn->heap, at);
+            if (!stage_heap_peer(atn->heap, at, slot.pe[ffn]))
+                slot.bounce = own->arena.address + transport_cuda_input_offset(&geometry);
+        }
+        if (!stage)
             return xp_fail(XP_INVALID, "%.48s: the stage of FfnAgent %u is not open", plan->id,
                            ffn);
-        slot.line[ffn] =
-            stage->address + offsetof(stage_page_t, lines) + rank * sizeof(stage_line_t);
-        slot.input[ffn] = stage->address + STAGE_HEADER_BYTES;
+        slot.line[ffn] = stage + offsetof(stage_page_t, lines) + rank * sizeof(stage_line_t);
+        slot.input[ffn] = stage + STAGE_HEADER_BYTES;
     }
     uint32_t index;
     XP_TRY(transport_cuda_server_next(atn->server, &index));

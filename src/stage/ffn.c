@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "fabric/records.h"
 #include "stage/control.h"
+#include "stage/ffn_far.h"
 
 #define FFN_START_NS (10 * XP_NS_PER_S)
 #define FFN_STOP_NS  (1 * XP_NS_PER_S)
@@ -39,6 +40,7 @@ struct stage_ffn {
     cuda_function_t scheduler;
     cuda_stream_t resident;
     cuda_address_t table; /* and the groups behind it */
+    stage_far_t far;
     bool launched;
     stage_table_t image; /* as it was uploaded, or read last */
     ffn_instance_t instances[FABRIC_MAX_INSTANCES];
@@ -96,13 +98,80 @@ static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
     };
     void *parameters[] = {&instance->page.address, &head};
     XP_TRY(stage_control_launch(&ffn->control, STAGE_KERNEL_PAGE_START, 64, parameters));
-    if (!instance->partials.handle)
+    if (!instance->partials.address)
         return XP_OK;
     uint64_t bytes = stage_partials_bytes(plan, ffn->config.ffn);
     uint32_t members = stage_partials_members(plan, ffn->config.ffn);
     uint32_t rows = (uint32_t)stage_total_rows(plan), hidden = plan->hidden, own = ffn->config.ffn;
     void *start[] = {&instance->partials.address, &bytes, &index, &own, &members, &rows, &hidden};
     return stage_control_launch(&ffn->control, STAGE_KERNEL_PARTIALS_START, 128, start);
+}
+
+/* A block without a handle is not this object's to free: it lies on the heap. */
+static cuda_block_t ffn_heap_block(const stage_ffn_t *ffn, stage_heap_kind_t kind, uint32_t index,
+                                   uint64_t bytes)
+{
+    return (cuda_block_t){
+        .device = ffn->config.device,
+        .address = stage_heap_at(
+            ffn->config.heap, stage_heap_offset(ffn->config.plan, kind, index, ffn->config.ffn, 0)),
+        .bytes = bytes,
+    };
+}
+
+/* Stage and partials, all zero: who maps them must find nothing of an earlier owner. */
+static xp_status_t ffn_make_memory(stage_ffn_t *ffn, uint32_t index)
+{
+    const cuda_device_t *device = ffn->config.device;
+    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
+    ffn_instance_t *instance = &ffn->instances[index];
+    uint64_t partials = stage_partials_bytes(plan, ffn->config.ffn);
+    if (ffn->config.heap) {
+        instance->page = ffn_heap_block(ffn, STAGE_HEAP_PAGE, index, stage_page_bytes(plan));
+        if (partials)
+            instance->partials = ffn_heap_block(ffn, STAGE_HEAP_PARTIALS, index, partials);
+        return XP_OK; /* cleared when it was joined */
+    }
+    XP_TRY(cuda_block_create(device, stage_page_bytes(plan), &instance->page));
+    XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->page.address, 0,
+                     instance->page.bytes, ffn->control.stream));
+    if (!partials)
+        return XP_OK;
+    XP_TRY(cuda_block_create(device, partials, &instance->partials));
+    return CUDA_CALL(device->driver, cuMemsetD8Async, instance->partials.address, 0,
+                     instance->partials.bytes, ffn->control.stream);
+}
+
+static xp_status_t ffn_not_mapped(const stage_ffn_t *ffn, uint32_t index, const char *role,
+                                  uint32_t other)
+{
+    return xp_fail(XP_UNSUPPORTED,
+                   "%.48s: the memory of %s %u cannot be mapped by FfnAgent %u; use "
+                   "fabric.provider = \"nvshmem-far\"",
+                   ffn->config.plan->instances[index].id, role, other, ffn->config.ffn);
+}
+
+/* Where the heap holds the partials of the other first members. */
+static xp_status_t ffn_find_partials(stage_ffn_t *ffn, uint32_t index)
+{
+    const fabric_plan_t *plan = ffn->config.plan;
+    for (uint32_t first = 0; first < plan->ffn_count; first++) {
+        cuda_address_t *at = &ffn->instances[index].about.partials[first];
+        if (first == ffn->config.ffn || !stage_partials_members(&plan->instances[index], first))
+            continue;
+        if (stage_heap_far(ffn->config.heap)) {
+            if (stage_heap_offset(plan, STAGE_HEAP_MIRROR, index, ffn->config.ffn, first) !=
+                STAGE_HEAP_NOWHERE)
+                *at = stage_far_mirror(&ffn->far, index, first);
+            continue;
+        }
+        *at = stage_heap_peer(ffn->config.heap,
+                              stage_heap_offset(plan, STAGE_HEAP_PARTIALS, index, first, 0),
+                              plan->atn_count + first);
+        if (!*at)
+            return ffn_not_mapped(ffn, index, "FfnAgent", first);
+    }
+    return XP_OK;
 }
 
 /* Memory of an Instance, and its constant description. */
@@ -112,19 +181,10 @@ static xp_status_t ffn_make_instance(stage_ffn_t *ffn, uint32_t index, uint32_t 
     const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
     ffn_instance_t *instance = &ffn->instances[index];
     stage_about_t *about = &instance->about;
-    uint64_t partials = stage_partials_bytes(plan, ffn->config.ffn);
     uint64_t scratch = stage_scratch_bytes(plan, ffn->config.ffn);
     transport_geometry_t geometry = stage_geometry(plan);
 
-    XP_TRY(cuda_block_create(device, stage_page_bytes(plan), &instance->page));
-    /* Instances map it: nothing of an earlier owner of this memory may be in it. */
-    XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->page.address, 0,
-                     instance->page.bytes, ffn->control.stream));
-    if (partials) {
-        XP_TRY(cuda_block_create(device, partials, &instance->partials));
-        XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->partials.address, 0,
-                         instance->partials.bytes, ffn->control.stream));
-    }
+    XP_TRY(ffn_make_memory(ffn, index));
     if (scratch)
         XP_TRY(cuda_block_create(device, scratch, &instance->scratch));
 
@@ -148,6 +208,8 @@ static xp_status_t ffn_make_instance(stage_ffn_t *ffn, uint32_t index, uint32_t 
         .partial_bytes = transport_cuda_partial_bytes(&geometry),
     };
     about->partials[ffn->config.ffn] = instance->partials.address;
+    if (ffn->config.heap)
+        XP_TRY(ffn_find_partials(ffn, index));
     return stage_dtype(plan, &about->dtype);
 }
 
@@ -160,6 +222,11 @@ static xp_status_t ffn_make(stage_ffn_t *ffn)
     XP_TRY(cuda_module_load(device, &cuda_image_stage_scheduler, names, 1, &ffn->module,
                             &ffn->scheduler));
     XP_TRY(cuda_stream_create(device, true, &ffn->resident));
+    if (ffn->config.heap && stage_heap_far(ffn->config.heap)) {
+        ffn->far = (stage_far_t){.plan = plan, .heap = ffn->config.heap, .ffn = ffn->config.ffn};
+        XP_TRY(stage_courier_create(device, &ffn->control, ffn->config.heap, ffn->config.life,
+                                    &ffn->far.courier));
+    }
 
     uint64_t bytes = sizeof(stage_table_t), at = bytes;
     for (uint32_t i = 0; i < plan->instance_count; i++)
@@ -170,6 +237,8 @@ static xp_status_t ffn_make(stage_ffn_t *ffn)
         if (!ffn_is_member(ffn, i))
             continue;
         XP_TRY(ffn_make_instance(ffn, i, groups));
+        if (ffn->far.courier)
+            XP_TRY(stage_far_routes(&ffn->far, i));
         XP_TRY(ffn_clear(ffn, i));
         ffn->instances[i].about.groups = ffn->table + at;
         XP_TRY(stage_control_write(&ffn->control, ffn->table + at, groups,
@@ -210,6 +279,8 @@ static xp_status_t ffn_check_member(const stage_ffn_t *ffn, uint32_t instance)
 xp_status_t stage_ffn_export(const stage_ffn_t *ffn, uint32_t instance, int *fd_out)
 {
     XP_TRY(ffn_check_member(ffn, instance));
+    if (ffn->config.heap)
+        return xp_fail(XP_INVALID, "stages of the symmetric heap are not exported");
     return cuda_vmm_export(ffn->config.device, ffn->instances[instance].page.handle, fd_out);
 }
 
@@ -226,8 +297,8 @@ xp_status_t stage_ffn_import_partials(stage_ffn_t *ffn, uint32_t instance, uint3
 {
     XP_TRY(ffn_check_member(ffn, instance));
     const fabric_plan_instance_t *plan = &ffn->config.plan->instances[instance];
-    if (ffn->launched || first >= STAGE_MAX_MEMBERS || first == ffn->config.ffn ||
-        !stage_partials_members(plan, first))
+    if (ffn->config.heap || ffn->launched || first >= STAGE_MAX_MEMBERS ||
+        first == ffn->config.ffn || !stage_partials_members(plan, first))
         return xp_fail(XP_INVALID, "%.48s: no partials of FfnAgent %u to map here, or too late",
                        plan->id, first);
     ffn_instance_t *own = &ffn->instances[instance];
@@ -293,6 +364,8 @@ xp_status_t stage_ffn_start(stage_ffn_t *ffn)
     }
     XP_TRY(stage_control_write(&ffn->control, ffn->table, image, sizeof(*image),
                                xp_monotonic_ns() + FFN_START_NS));
+    if (ffn->far.courier)
+        XP_TRY(stage_courier_launch(ffn->far.courier));
     cuda_address_t life = ffn->config.life ? ffn->config.life->address : 0;
     void *parameters[] = {&ffn->table, &life};
     XP_TRY(cuda_launch(ffn->config.device, ffn->scheduler, 1, STAGE_THREADS, ffn->resident,
@@ -364,6 +437,24 @@ static void ffn_unmap_arenas(ffn_instance_t *instance)
         cuda_block_destroy(&instance->arenas[rank]);
 }
 
+static xp_status_t ffn_map_arena(const stage_ffn_t *ffn, uint32_t index, uint32_t rank, int fd,
+                                 uint64_t bytes, cuda_block_t *block_out)
+{
+    const fabric_plan_t *plan = ffn->config.plan;
+    if (!ffn->config.heap)
+        return cuda_block_import(ffn->config.device, fd, bytes, block_out);
+    uint32_t atn = plan->instances[index].rank_atn[rank];
+    cuda_address_t at =
+        ffn->far.courier
+            ? stage_far_outbox(&ffn->far, index, rank)
+            : stage_heap_peer(ffn->config.heap,
+                              stage_heap_offset(plan, STAGE_HEAP_RELAY, index, rank, 0), atn);
+    if (!at)
+        return ffn_not_mapped(ffn, index, "AtnAgent", atn);
+    *block_out = (cuda_block_t){.device = ffn->config.device, .address = at, .bytes = bytes};
+    return XP_OK;
+}
+
 xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_fds, uint32_t ranks,
                              uint64_t deadline_ns)
 {
@@ -380,11 +471,13 @@ xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_
     transport_geometry_t geometry = stage_geometry(plan);
     uint64_t bytes = transport_cuda_arena_bytes(ffn->config.device, &geometry);
     xp_status_t status;
+    if (ffn->far.courier)
+        XP_TRY(stage_far_clear(&ffn->far, &ffn->control, index, deadline_ns));
     for (uint32_t rank = 0; rank < ranks; rank++) {
         mailbox_arena_t header;
-        XP_TRY_GOTO(
-            status, fail,
-            cuda_block_import(ffn->config.device, arena_fds[rank], bytes, &instance->arenas[rank]));
+        XP_TRY_GOTO(status, fail,
+                    ffn_map_arena(ffn, index, rank, arena_fds ? arena_fds[rank] : -1, bytes,
+                                  &instance->arenas[rank]));
         instance->about.arenas[rank] = instance->arenas[rank].address;
         XP_TRY_GOTO(status, fail,
                     stage_control_read(&ffn->control, instance->arenas[rank].address,
@@ -392,6 +485,8 @@ xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_
         XP_TRY_GOTO(status, fail, transport_cuda_header_check(&header, &geometry));
     }
     XP_TRY_GOTO(status, fail, ffn_clear(ffn, index));
+    if (ffn->far.courier)
+        XP_TRY_GOTO(status, fail, stage_courier_order(ffn->far.courier, index, true, deadline_ns));
     XP_TRY_GOTO(status, fail, ffn_order(ffn, index, TRANSPORT_SLOT_ATTACHED));
     /* From here on the scheduler may use the mappings: only a detach that it has confirmed unmaps
      * them. */
@@ -424,6 +519,8 @@ xp_status_t stage_ffn_detach(stage_ffn_t *ffn, uint32_t index, uint64_t deadline
     if (ffn->launched) {
         XP_TRY(ffn_order(ffn, index, TRANSPORT_SLOT_EMPTY));
         XP_TRY(ffn_await(ffn, index, TRANSPORT_SLOT_EMPTY, deadline_ns));
+        if (ffn->far.courier)
+            XP_TRY(stage_courier_order(ffn->far.courier, index, false, deadline_ns));
     }
     ffn->instances[index].attached = false;
     ffn_unmap_arenas(&ffn->instances[index]);
@@ -586,6 +683,8 @@ xp_status_t stage_ffn_stop(stage_ffn_t *ffn, uint64_t deadline_ns)
     XP_TRY(stage_control_post(&ffn->control, ffn->table + offsetof(stage_table_t, stop), 1));
     xp_clock_t clock = xp_clock_system();
     XP_TRY(cuda_stream_wait(ffn->config.device, ffn->resident, &clock, deadline_ns));
+    if (ffn->far.courier)
+        XP_TRY(stage_courier_stop(ffn->far.courier, deadline_ns));
     ffn->launched = false;
     return XP_OK;
 }
@@ -597,6 +696,7 @@ void stage_ffn_destroy(stage_ffn_t *ffn)
     xp_status_t status = stage_ffn_stop(ffn, xp_monotonic_ns() + FFN_STOP_NS);
     /* A kernel that does not leave keeps its memory; the end of the process takes both. */
     if (status == XP_OK || status == XP_FATAL) {
+        stage_courier_destroy(ffn->far.courier);
         for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++) {
             ffn_instance_t *instance = &ffn->instances[i];
             ffn_unmap_arenas(instance);

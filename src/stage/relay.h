@@ -15,9 +15,11 @@ typedef struct stage_relay_slot {
     uint32_t direct; /* groups of several deliver partials, which the relay reduces */
     uint64_t groups; /* uint32_t [layers] */
     uint64_t line[STAGE_MAX_MEMBERS], input[STAGE_MAX_MEMBERS]; /* in the stage of each FfnAgent */
-    uint64_t arena;                                             /* the relay arena */
-    uint64_t output, partial;                                   /* addresses in it */
-    uint64_t partial_stride;                                    /* elements */
+    uint32_t pe[STAGE_MAX_MEMBERS];                             /* of each FfnAgent; over NVSHMEM */
+    uint64_t bounce;          /* over NVSHMEM: rows are put from here; 0: from the arena */
+    uint64_t arena;           /* the relay arena */
+    uint64_t output, partial; /* addresses in it */
+    uint64_t partial_stride;  /* elements */
 } stage_relay_slot_t;
 
 typedef struct stage_relay {

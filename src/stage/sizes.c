@@ -2,6 +2,7 @@
 /* What a plan means for stages: sizes, members, types. Pure functions, host only, any thread. */
 #include "fabric/records.h"
 #include "stage/control.h"
+#include "stage/heap.h"
 
 static uint64_t round_up(uint64_t bytes)
 {
@@ -84,14 +85,19 @@ uint64_t stage_scratch_bytes(const fabric_plan_instance_t *instance, uint32_t ff
 
 void stage_ffn_bytes(const fabric_plan_t *plan, uint32_t ffn, stage_bytes_t *bytes_out)
 {
+    const bool heap = fabric_provider_heap(plan->provider);
     stage_bytes_t bytes = {.tables = sizeof(stage_table_t)};
+    if (heap)
+        bytes.stages = stage_heap_bytes(plan) + STAGE_HEAP_OWN_BYTES;
     for (uint32_t i = 0; i < plan->instance_count; i++) {
         const fabric_plan_instance_t *instance = &plan->instances[i];
         if (!(stage_members(instance) >> ffn & 1))
             continue;
-        bytes.stages += round_up(stage_page_bytes(instance));
-        bytes.partials += round_up(stage_partials_bytes(instance, ffn)) +
-                          round_up(stage_scratch_bytes(instance, ffn));
+        bytes.partials += round_up(stage_scratch_bytes(instance, ffn));
+        if (!heap) {
+            bytes.stages += round_up(stage_page_bytes(instance));
+            bytes.partials += round_up(stage_partials_bytes(instance, ffn));
+        }
         bytes.tables += sizeof(uint32_t) * instance->layers;
     }
     bytes.tables = round_up(bytes.tables);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The data plane between GPUs of one host: stages, the direct lane, the relay, the scheduler.
+ * The data plane between GPUs: stages, the direct lane, the relay, the scheduler.
  *
  * Every FfnAgent holds in its device memory one *stage* for each Instance that it computes for: a
  * line for each Instance Rank and the input rows (stage/records.h). On the direct lane the
@@ -29,6 +29,7 @@
 
 #include "fabric/plan.h"
 #include "ffn/cuda/dispatch.h"
+#include "stage/heap.h"
 #include "transport/cuda_transport.h"
 
 /* ---- sizes: pure functions for the planner; no driver ------------------------------------- */
@@ -37,8 +38,8 @@
 #define STAGE_LINES_MAX         128u /* Instance Ranks of one FfnAgent */
 
 typedef struct stage_bytes {
-    uint64_t stages;   /* one allocation an Instance */
-    uint64_t partials; /* where this FfnAgent is first of a group of several and reduces */
+    uint64_t stages; /* one allocation an Instance; nvshmem: the heap, and what the library takes */
+    uint64_t partials; /* where this FfnAgent is first of a group of several and reduces; scratch */
     uint64_t tables;   /* scheduler */
 } stage_bytes_t;
 /* Device memory of FfnAgent `ffn` (index among the FfnAgents). */
@@ -70,6 +71,10 @@ typedef struct stage_ffn_config {
     /* Rows of so many elements at most are moved by the scheduler's own warp. 0: the default. */
     uint32_t own_elements;
     bool notes; /* keep what stage_ffn_counters_t says of jobs */
+    /* Provider nvshmem: stages and partials lie here, and the ranks' relay arenas are found here;
+     * nothing is exported, imported or received. NULL: memory of their own, passed by descriptor.
+     * Outlives the object. */
+    stage_heap_t *heap;
 } stage_ffn_config_t;
 
 /* Takes all device memory and loads all code; launches nothing that stays. */
@@ -84,7 +89,8 @@ xp_status_t stage_ffn_import_partials(stage_ffn_t *ffn, uint32_t instance, uint3
 xp_status_t stage_ffn_start(stage_ffn_t *ffn);
 
 /* Maps the arenas of all ranks, in rank order, clears the stage and hands the Instance to the
- * scheduler. The descriptors stay the caller's. XP_PEER: not the planned arenas. */
+ * scheduler. The descriptors stay the caller's; with a heap there are none (NULL). XP_PEER: not the
+ * planned arenas. */
 xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t instance, const int *arena_fds,
                              uint32_t ranks, uint64_t deadline_ns);
 /* What is in flight is finished and dropped; then the arenas are unmapped. XP_TIMEOUT: it is still
@@ -190,9 +196,12 @@ xp_status_t stage_client_counters(stage_client_t *client, uint64_t deadline_ns,
 /* ---- AtnAgent: the relay ------------------------------------------------------------------ */
 typedef struct stage_atn stage_atn_t;
 
-/* Launches the resident kernel, with room for every Instance Rank of AtnAgent `atn`. */
+/* Launches the resident kernel, with room for every Instance Rank of AtnAgent `atn`. With a heap
+ * (provider nvshmem; NULL: none) relay arenas and stages lie there: nothing is exported or opened,
+ * and the kernel is the plug-in's. The heap outlives the object. */
 xp_status_t stage_atn_create(const cuda_device_t *device, const fabric_plan_t *plan, uint32_t atn,
-                             const transport_cuda_life_t *life, stage_atn_t **atn_out);
+                             const transport_cuda_life_t *life, stage_heap_t *heap,
+                             stage_atn_t **atn_out);
 /* A descriptor of the rank's relay arena, for the FfnAgents' attach. */
 xp_status_t stage_atn_export(const stage_atn_t *atn, uint32_t instance, uint32_t rank, int *fd_out);
 /* Maps a stage; once for every bit of stage_members(), before attach. */

@@ -187,24 +187,76 @@ void transport_server_close(transport_server_t *server, xp_status_t reason)
     arena_close(server->arena, reason);
 }
 
-xp_status_t transport_arena_close(int arena_fd, xp_status_t reason)
+/* The header alone, by a process that only holds the descriptor. */
+static xp_status_t arena_header_map(int arena_fd, mailbox_arena_t **arena_out)
 {
-    if (reason != XP_CLOSED && reason != XP_FATAL)
-        return xp_fail(XP_INVALID, "an arena is closed as closed or fatal, not as %s",
-                       xp_status_name(reason));
     uint64_t bytes;
     void *address;
     XP_TRY(xp_memfd_check(arena_fd, &bytes));
     if (bytes < MAILBOX_HEADER_BYTES)
         return xp_fail(XP_PEER, "Transport arena has only %llu bytes", (unsigned long long)bytes);
     XP_TRY(xp_memfd_map(arena_fd, MAILBOX_HEADER_BYTES, &address));
-    xp_status_t status = XP_OK;
     mailbox_arena_t *arena = address;
-    if (PROTOCOL_LOAD_RELAXED(&arena->magic) == MAILBOX_MAGIC)
-        arena_close(arena, reason);
-    else
-        status = xp_fail(XP_PEER, "descriptor is no Transport arena");
-    xp_memfd_unmap(address);
+    if (PROTOCOL_LOAD_RELAXED(&arena->magic) != MAILBOX_MAGIC) {
+        xp_memfd_unmap(address);
+        return xp_fail(XP_PEER, "descriptor is no Transport arena");
+    }
+    *arena_out = arena;
+    return XP_OK;
+}
+
+xp_status_t transport_arena_close(int arena_fd, xp_status_t reason)
+{
+    if (reason != XP_CLOSED && reason != XP_FATAL)
+        return xp_fail(XP_INVALID, "an arena is closed as closed or fatal, not as %s",
+                       xp_status_name(reason));
+    mailbox_arena_t *arena;
+    XP_TRY(arena_header_map(arena_fd, &arena));
+    arena_close(arena, reason);
+    xp_memfd_unmap(arena);
+    return XP_OK;
+}
+
+xp_status_t transport_arena_look(int arena_fd, uint64_t *answered_out, bool *waiting_out)
+{
+    mailbox_arena_t *arena;
+    XP_TRY(arena_header_map(arena_fd, &arena));
+    uint64_t answered = PROTOCOL_LOAD_ACQUIRE(&arena->response.sequence);
+    *waiting_out = PROTOCOL_LOAD_ACQUIRE(&arena->request.sequence) != answered;
+    *answered_out = answered;
+    xp_memfd_unmap(arena);
+    return XP_OK;
+}
+
+static xp_status_t arena_carry(transport_server_t *ahead, transport_server_t *behind)
+{
+    transport_pending_t pending;
+    XP_TRY(transport_server_poll(behind, &pending));
+    if (pending.sequence != ahead->answered)
+        return xp_fail(XP_PEER, "request %llu has no answer in an arena that has answered %llu",
+                       (unsigned long long)pending.sequence, (unsigned long long)ahead->answered);
+    const transport_geometry_t *geometry = &behind->geometry;
+    uint32_t status = PROTOCOL_LOAD_RELAXED(&ahead->arena->response.status);
+    if (status >= XP_STATUS_COUNT)
+        return xp_fail(XP_PEER, "an answer of unknown status %u", status);
+    memcpy(pending.output, (const char *)ahead->arena + transport_arena_output_offset(geometry),
+           pending.rows * transport_row_bytes(geometry));
+    transport_server_complete(behind, pending.sequence, (xp_status_t)status);
+    return XP_OK;
+}
+
+xp_status_t transport_arena_carry(int ahead_fd, int behind_fd, const transport_geometry_t *geometry)
+{
+    transport_server_t *ahead = NULL, *behind = NULL;
+    xp_status_t status;
+    XP_TRY_GOTO(status, done, transport_server_create(ahead_fd, geometry, &ahead));
+    XP_TRY_GOTO(status, done, transport_server_create(behind_fd, geometry, &behind));
+    status = arena_carry(ahead, behind);
+    if (status == XP_RETRY || status == XP_CLOSED)
+        status = xp_fail(XP_PEER, "no request waits in an arena that is behind another one");
+done:
+    transport_server_destroy(ahead);
+    transport_server_destroy(behind);
     return status;
 }
 
@@ -227,6 +279,16 @@ xp_status_t transport_doorbell_make(uint32_t pes, int *fd_out)
     page->pes = pes;
     xp_memfd_unmap(address);
     *fd_out = fd;
+    return XP_OK;
+}
+
+xp_status_t transport_doorbell_renew(int fd)
+{
+    doorbell_page_t *page;
+    XP_TRY(transport_doorbell_map(fd, 0, &page));
+    for (uint32_t pe = 0; pe < DOORBELL_MAX_PES; pe++)
+        PROTOCOL_STORE_TOTAL(&page->lines[pe].bell.sleepers, 0u);
+    xp_memfd_unmap(page);
     return XP_OK;
 }
 

@@ -123,4 +123,12 @@ void transport_server_close(transport_server_t *server, xp_status_t reason);
 /* Marks the arena closed with a reason (XP_CLOSED for an ordered end, XP_FATAL for a canonical
  * failure) and wakes the waiter. For a process that only holds the descriptor (the daemon). */
 xp_status_t transport_arena_close(int arena_fd, xp_status_t reason);
+/* How far the arena is while no AtnAgent has it: the last request that was answered, and whether
+ * the one after it waits. The words are the peer's: for comparing only. */
+xp_status_t transport_arena_look(int arena_fd, uint64_t *answered_out, bool *waiting_out);
+/* While no AtnAgent has either arena: the request that waits in `behind` was answered in `ahead`,
+ * whose rank gets the same rows (attention TP): hands that answer on. XP_PEER unless the arenas are
+ * of this geometry and `behind` is one request behind. */
+xp_status_t transport_arena_carry(int ahead_fd, int behind_fd,
+                                  const transport_geometry_t *geometry);
 #endif

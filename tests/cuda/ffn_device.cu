@@ -32,7 +32,15 @@ extern "C" __global__ void test_post(ffn_cuda_queue_t *queue, ffn_cuda_lane_t **
         ffn_cuda_command_t *entry = &queue->entries[(sequence - 1) % FFN_CUDA_QUEUE_ENTRIES];
         const uint64_t before = ptx_load_acquire_system(&entry->sequence);
         uint64_t start, end;
+        const ffn_cuda_lane_t *lane = lanes[(sequence - 1) % lane_count];
         entry->lane = lanes[(sequence - 1) % lane_count];
+        entry->layers = lane->layers;
+        entry->input = lane->input;
+        entry->output = lane->output;
+        entry->partial = lane->partial;
+        entry->layer = lane->layer;
+        entry->rows = lane->rows;
+        entry->lane_number = (uint32_t)((sequence - 1) % lane_count);
         entry->answer = answer;
         entry->answer_value = sequence;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));

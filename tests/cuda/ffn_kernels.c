@@ -289,31 +289,6 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
         failed++;
     }
     memset(shares, 0, sizeof(shares));
-    /* Nor does the order in which weights are read. */
-    static const uint32_t row_counts[] = {1, 3, 4, 5, 8, 16}, orders[] = {1, 2, 4, 8};
-    l.lane.input = (void *)(uintptr_t)l.input;
-    for (uint32_t i = 0; i < 6; i++)
-        for (uint32_t o = 0; o < 4; o++) {
-            const uint64_t bytes = (uint64_t)row_counts[i] * hidden * 2;
-            l.lane.rows = row_counts[i];
-            l.lane.workspace.decode_order = orders[o];
-            ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
-            ffn_kit_set(kit, l.output, 0xff, bytes);
-            CHECK_OK(ffn_cuda_decode(&kit->kernels, l.at, kit->stream));
-            ffn_kit_wait(kit, kit->stream);
-            uint16_t *got = malloc(bytes);
-            CHECK(got);
-            ffn_kit_read(kit, l.output, got, bytes);
-            if (memcmp(got, all, bytes) != 0) {
-                printf("failed: decode: hidden %u width %u experts %u, %u rows: order %u, other "
-                       "bits\n",
-                       hidden, m->signature.intermediate, m->signature.experts, row_counts[i],
-                       orders[o]);
-                failed++;
-            }
-            free(got);
-        }
-    l.lane.workspace.decode_order = 0;
     /* Captured once, fired for other layers and rows. */
     cuda_graph_exec_t graph;
     l.lane.input = (void *)(uintptr_t)l.input;
@@ -345,10 +320,7 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
     const uint32_t rounds = 2 * FFN_CUDA_QUEUE_ENTRIES / LANES * LANES;
     for (uint32_t i = 0; i < LANES; i++) {
         lane_make(kit, m, FFN_CUDA_DECODE_ROWS, 0, &lanes[i]);
-        /* Lanes 1, 2 and 3 follow each other's layers, 0 and 4 do not; what was loaded ahead in
-         * another order is of no use. */
-        static const uint32_t orders[LANES] = {0, 2, 2, 1, 4};
-        lanes[i].lane.workspace.decode_order = orders[i];
+        /* Lanes 1, 2 and 3 follow each other's layers, 0 and 4 do not. */
         lane_set(kit, m, &lanes[i], (i + i / 4) % m->layers, rows[i], i % 2, 300 + i);
         ffn_kit_write(kit, list + i * sizeof(cuda_address_t), &lanes[i].at, sizeof(cuda_address_t));
     }
@@ -358,8 +330,17 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
         memset(commands, 0, sizeof(commands));
         for (uint32_t i = 0; i <= 2 * LANES; i++) {
             commands[i].sequence = i + 1;
-            if (i < 2 * LANES)
+            if (i < 2 * LANES) {
+                const ffn_cuda_lane_t *lane = &lanes[i % LANES].lane;
                 commands[i].lane = (ffn_cuda_lane_t *)(uintptr_t)lanes[i % LANES].at;
+                commands[i].layers = lane->layers;
+                commands[i].input = lane->input;
+                commands[i].output = lane->output;
+                commands[i].partial = lane->partial;
+                commands[i].layer = lane->layer;
+                commands[i].rows = lane->rows;
+                commands[i].lane_number = i % 2; /* two Lanes may have one number */
+            }
         }
         ffn_kit_write(kit, queue, commands, sizeof(commands));
         CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, look_ahead, kit->stream));
@@ -488,10 +469,10 @@ int main(int count, char **arguments)
 {
     shape_t shapes[SHAPES_MAX];
     ffn_kit_t kit;
-    uint32_t variants = 0;
+    uint32_t variants = 1;
     for (int i = 1; i < count; i++) {
         small = small || strcmp(arguments[i], "small") == 0;
-        variants = strcmp(arguments[i], "variants") == 0 ? STREAM_VARIANT_COUNT : variants;
+        variants = strcmp(arguments[i], "variants") == 0 ? DECODE_VARIANT_COUNT : variants;
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
     ffn_kit_open(&kit, small ? 12 : 0);
@@ -502,7 +483,7 @@ int main(int count, char **arguments)
         const uint64_t start = xp_monotonic_ns();
         const uint32_t before = failed;
         ffn_kit_model_make(&kit, s, s->experts ? 2 : 3, 1000 + i * 100000, shapes[i].bias, &m);
-        for (variant = variants ? 1 : 0; variant <= variants; variant++) {
+        for (variant = 0; variant < variants; variant++) {
             const uint32_t so_far = failed;
             CHECK_OK(ffn_cuda_kernels_choose(&kit.kernels, variant));
             if (wanted(count, arguments, "decode"))

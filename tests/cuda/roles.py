@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: MIT
 """The programs of a system with GPUs, all of them real, over a libcuda without a GPU (tests/tools/fake_cuda.c)
 and an MPS controller that is a test program: start, attach, calls, a killed Instance and its successor, the
-ordered end, a killed FfnAgent. Kernels compute nothing there, so no row is looked at.
+ordered end, a killed FfnAgent, and the next Generation, whose FfnAgent takes the weights over. Kernels compute
+nothing there, so no row is looked at.
 
     tests/cuda/roles.py --build BUILD
 """
@@ -107,7 +108,7 @@ def check(condition, what):
         raise RuntimeError(what)
 
 
-def start(arguments, folder, scene):
+def prepare(arguments, folder, scene):
     (folder / "close").unlink(missing_ok=True)
     models = {"m": two_gpu.TALES / "qwen3-moe"}
     config = two_gpu.write_config(scene, folder, models)
@@ -118,8 +119,18 @@ def start(arguments, folder, scene):
     libraries = arguments.build / "tests" / "fake-cuda"
     system.environment["LD_LIBRARY_PATH"] = str(libraries)
     system.environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    if scene.get("provider", "").startswith("nvshmem"):
+        fake = arguments.build / "tests" / "fake-nvshmem"
+        system.environment["XPOOL_NVSHMEM_ROOT"] = str(fake / "wheel")
+        system.environment["XPOOL_NVSHMEM_PLUGIN"] = str(fake / "libxpool_nvshmem.so")
+        system.environment["XPOOL_FAKE_NVSHMEM"] = scene.get("heap", "")
     system.environment["XPOOL_TEST_MPS_ROOT"] = str(folder / "mps")
     (folder / "nvidia-cuda-mps-control").symlink_to(arguments.build / "tests" / "unit_control_test_plane")
+    return system
+
+
+def start(arguments, folder, scene):
+    system = prepare(arguments, folder, scene)
     system.role("daemon", "daemon", "serve")
     system.wait(lambda: (folder / "d.sock").exists(), "the daemon's socket", ["daemon"])
     for device in scene["atn"]:
@@ -144,6 +155,13 @@ def serve(arguments, system, scene, name):
 def ready(system):
     command = [system.xpool, "daemon", "check", "--config", str(system.config)]
     return subprocess.run(command, capture_output=True, env=system.environment).returncode == 0
+
+
+def nothing_left(system):
+    """The sockets of NVSHMEM's processes; those of agents that were killed, the daemon removes."""
+    for process in system.processes.values():
+        left = list(pathlib.Path("/tmp").glob(f"nvshmem-socket-{process.pid}-*"))
+        check(not left, f"left: {left}")
 
 
 def end(system):
@@ -175,6 +193,7 @@ def life(arguments, folder, scene):
             check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
         check(clean, words)
         check(not (folder / "mps").exists(), "the MPS controller's folder is left")
+        nothing_left(system)
     finally:
         end(system)
 
@@ -212,6 +231,112 @@ def failure(arguments, folder, scene):
         check(took < 3, f"the others ended after {took:.1f} s")
         check(system.processes["daemon"].returncode == 1, "the daemon's exit code")
         system.wait(lambda: "canonical failure" in system.tail(first), "the Instance's news", [])
+        nothing_left(system)
+    finally:
+        end(system)
+
+
+def refused(arguments, folder, scene):
+    """The agents cannot join: the Generation fails, by name, and every process ends."""
+    system = start(arguments, folder, scene)
+    try:
+        for name, process in system.processes.items():
+            process.wait(timeout=20)
+            check(process.returncode == 1, f"{name} ended with {process.returncode}")
+        check(scene["says"] in system.tail("daemon"), f"the daemon says: {system.tail('daemon')}")
+    finally:
+        end(system)
+
+
+def joining(arguments, folder, scene):
+    """An agent dies while all of them join: nobody waits for it longer than the others need to hear of it."""
+    system = start(arguments, folder, scene)
+    try:
+        agent = f"ffnagent {scene['ffn'][-1]}"
+        system.wait(lambda: "joining" in system.tail(agent), "the agent to join", list(system.processes))
+        system.processes[agent].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        for name, process in system.processes.items():
+            process.wait(timeout=20)
+        check(time.monotonic() - began < 3, f"the others ended after {time.monotonic() - began:.1f} s")
+        check("canonical failure" in system.tail("daemon"), system.tail("daemon"))
+        nothing_left(system)
+    finally:
+        end(system)
+
+
+def reform(arguments, folder, scene):
+    """A killed FfnAgent: Instance and agents end, the daemon and the weights' memory stay."""
+    system = start(arguments, folder, dict(scene, reform=60))
+    try:
+        first = serve(arguments, system, scene, "first")
+        system.wait(lambda: ready(system), "System Ready", list(system.processes))
+        for generation in (2, 3):
+            agents = [name for name in system.processes if "agent" in name]
+            system.processes[f"ffnagent {scene['ffn'][0]}"].send_signal(signal.SIGKILL)
+            for name in agents + first:
+                system.processes.pop(name).wait(timeout=20)
+            check(system.processes["daemon"].poll() is None, "the daemon ended")
+            for name in agents:
+                kind, device = name.split()
+                system.role(name, kind, "--device", device)
+            first = serve(arguments, system, scene, f"of{generation}")
+            system.wait(lambda: ready(system), "System Ready again", list(system.processes))
+            said = system.tail(f"ffnagent {scene['ffn'][0]}")
+            check("bytes adopted, 0 read" in said and " 0 bytes adopted" not in said, f"weights were read: {said}")
+        (folder / "close").touch()
+        for rank in first:
+            check(system.processes[rank].wait(timeout=20) == 0, f"{rank}: {system.tail(rank)}")
+        clean, words = system.down()
+        check(clean, words)
+    finally:
+        end(system)
+
+
+def children(parent):
+    """command line -> pid of the live child processes."""
+    found = {}
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(fields[1]) == parent and fields[0] not in "ZX":
+            found[" ".join(word.decode() for word in words)] = int(entry.name)
+    return found
+
+
+def under_up(arguments, folder, scene):
+    """The same under `xpool up`, which starts agents and Instance again."""
+    system = prepare(arguments, folder, dict(scene, reform=60))
+    # In SGLang's place, which is asked with -c whether it is there.
+    python = folder / "python"
+    words = [sys.executable, __file__, "--build", arguments.build, "--instance", "up", "--folder", folder, "--rank", 0]
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {" ".join(map(str, words))}\n')
+    python.chmod(0o755)
+    text = system.config.read_text().replace("daemon.http", "gateway.http = '127.0.0.1:0'\ndaemon.http", 1)
+    system.config.write_text(text + f"python = '{python}'\n")
+    there = folder / "up.0.ready"
+    try:
+        system.role("up", "up")
+        up = system.processes["up"].pid
+        system.wait(lambda: "ready in" in system.tail("up"), "System Ready", ["up"])
+        for victim in ("ffnagent", "atnagent"):
+            there.unlink()
+            before = children(up)
+            [pid] = [pid for words, pid in before.items() if victim in words]
+            os.kill(pid, signal.SIGKILL)
+            system.wait(lambda: there.exists() and ready(system), "System Ready again", ["up"])
+            after = children(up)
+            kept = {pid for pid in before.values() if pid in after.values()}
+            kept = {words for words, pid in after.items() if pid in kept}
+            check(len(after) == len(before) == 5, f"before {before}, after {after}")
+            check(len(kept) == 2 and any("daemon" in words for words in kept), f"others than before: {after}")
+        check(system.tail("up").count("bytes adopted, 0 read") >= 1, "weights were read")
+        system.processes["up"].send_signal(signal.SIGINT)
+        code = system.processes["up"].wait(timeout=30)
+        check(code == 0, f"xpool up ended with {code}: {system.tail('up')}")
     finally:
         end(system)
 
@@ -219,6 +344,7 @@ def failure(arguments, folder, scene):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--only", help="a part of the names of the scenes")
     parser.add_argument("--instance", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -238,7 +364,31 @@ def main():
         ("relay", life, dict(shared, provider="p2p-relay")),
         ("last detach", last_detach, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1)),
         ("failure", failure, shared),
+        ("reform", reform, shared),
+        ("reform relay", reform, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay")),
+        ("reform under up", under_up, shared),
+        ("reform members", reform, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
+        ("nvshmem", life, dict(shared, provider="nvshmem")),
+        ("nvshmem idle", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=1, provider="nvshmem")),
+        ("nvshmem members", life, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2, provider="nvshmem")),
+        (
+            "nvshmem ranks",
+            life,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem"),
+        ),
+        (
+            "nvshmem far",
+            life,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem-far"),
+        ),
+        ("nvshmem reform", reform, dict(shared, provider="nvshmem")),
+        ("nvshmem failure", failure, dict(shared, provider="nvshmem")),
+        ("nvshmem dies joining", joining, dict(shared, provider="nvshmem", heap="hang")),
+        ("nvshmem limited", refused, dict(shared, provider="nvshmem", heap="limited", says="limited multi-process")),
+        ("nvshmem refused", refused, dict(shared, provider="nvshmem", heap="refuse", says="cannot join NVSHMEM")),
     ):
+        if arguments.only and arguments.only not in name:
+            continue
         with tempfile.TemporaryDirectory(prefix="xpool-roles-") as folder:
             began = time.monotonic()
             try:

@@ -10,7 +10,8 @@ roles on both), SGLang alone on cuda:1. Each is asked for 64 greedy tokens of fo
 other (the prompts' lengths lie in, between and beyond the captured prefill sizes), then for three at once,
 which a decode graph of four rows serves. Printed: agreement and where it ends, with the distance of SGLang's
 own two best tokens there; calls replayed by graphs and queued outside them; memory; the tails of all logs
-where something went wrong. Nothing is killed but what is left at the end.
+where something went wrong. In the end eight requests at once, more than the KV Cache's floor holds, are asked
+for again and again while `xpool kv trim` takes away what they do not use: the same tokens, and memory that moved. Nothing is killed but what is left at the end.
 
 --site: a folder with SGLang and what it needs, where the interpreter itself has it not. --dummy: no
 checkpoint is read, tokens are not compared. --rehearse: CPU devices, without graphs. Exit code 77: no GPUs.
@@ -361,8 +362,10 @@ class Run:
                 good &= self.compare(f"prompt of {PROMPTS[number]}", wanted[number], got[number], distances[number])
             for number, ids in got_together.items():
                 self.compare(f"prompt of {PROMPTS[number]}, three at once", wanted_together[number], ids, distances[number])
-        self.result.update(turns=steps, good=good)
         good &= self.check_graphs(steps)
+        if not self.arguments.no_vanilla and not self.arguments.dummy:
+            good &= self.elastic(port, wanted, distances)
+        self.result.update(turns=steps, good=good)
         self.graphs(self.up)
         clean = subprocess.run([self.xpool, "down", "--config", self.folder / "first.toml"], capture_output=True, text=True)
         print(f"down: exit code {clean.returncode} {clean.stderr[-800:]}", flush=True)
@@ -381,6 +384,58 @@ class Run:
                 return found
             found = again
         raise Failed("the counters do not come to rest")
+
+    def kv(self, *words):
+        command = [self.xpool, "kv", *words, "--config", self.folder / "first.toml"]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        if out.returncode:
+            raise Failed(f"xpool kv {' '.join(words)}: {out.stderr}")
+        return out.stdout
+
+    def elastic(self, port, wanted, distances):
+        """The KV Cache grows by demands and shrinks by trims under the requests."""
+        (before,) = [group for group in json.loads(self.kv("--json"))["groups"]][:1]
+        if not before["elastic"]:
+            print("the KV Cache is fixed", flush=True)
+            return True
+        stop, sizes, failed = threading.Event(), set(), []
+
+        def trim():
+            while not stop.wait(0.15):
+                try:
+                    self.kv("trim", "first")
+                    sizes.add(json.loads(self.kv("--json"))["groups"][0]["backed"]["tokens"])
+                except (Failed, subprocess.TimeoutExpired) as error:
+                    failed.append(str(error))
+
+        def one(slot, number, found):
+            try:
+                found[slot] = number, self.tokens(port, number)[0]
+            except (Failed, OSError) as error:
+                failed.append(str(error))
+
+        thread, found = threading.Thread(target=trim), {}
+        thread.start()
+        for turn in range(6):
+            asking = [
+                threading.Thread(target=one, args=((turn, i), 3 - i % 2, found)) for i in range(DECODE_ROWS)
+            ]
+            for request in asking:
+                request.start()
+            for request in asking:
+                request.join()
+            time.sleep(0.4)
+        stop.set()
+        thread.join()
+        (after,) = [group for group in json.loads(self.kv("--json"))["groups"]][:1]
+        good = not failed and len(found) == 6 * DECODE_ROWS and len(sizes) > 1 and after["grants"] > before["grants"]
+        for (turn, _), (number, ids) in sorted(found.items()):
+            name = f"prompt of {PROMPTS[number]}, eight at once, trimmed, turn {turn}"
+            good &= self.compare(name, wanted[number], ids, distances[number])
+        print(f"elastic KV: {'good' if good else 'WRONG'}; {after['grants'] - before['grants']} grants, sizes in"
+              f" tokens {sorted(sizes)}, bundles of {after['bundle_tokens']}; {failed[:3]}", flush=True)  # fmt: skip
+        self.result["elastic"] = dict(good=good, sizes=sorted(sizes), grants=after["grants"] - before["grants"])
+        return good
 
     def check_graphs(self, steps):
         if not self.gpu:

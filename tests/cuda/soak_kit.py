@@ -252,6 +252,7 @@ class Scene:
             "deadlines.registration = 30",
             "deadlines.startup = 60",
             "deadlines.submission = 10",
+            "deadlines.reform = 0",  # an agent's death is the end; tests/cuda/roles.py has the other case
         ]
         lines += [f"devices.'{name}'.memory = '{self.memory}'" for name in self.atn + self.ffn]
         if self.atn[0].startswith("cpu"):

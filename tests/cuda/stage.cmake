@@ -14,3 +14,21 @@ xpool_cuda_images(cuda_stage_device tests ${CMAKE_SOURCE_DIR}/tests/cuda/transpo
 target_link_libraries(cuda_stage_device PRIVATE xpool_stage)
 add_test(NAME cuda/stage-device COMMAND cuda_stage_device)
 set_tests_properties(cuda/stage-device PROPERTIES LABELS cuda TIMEOUT 240 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)
+
+# Provider nvshmem, with the same roles.
+if(COMMAND xpool_nvshmem_images)
+  add_executable(cuda_nvshmem_probe ${CMAKE_SOURCE_DIR}/tests/cuda/nvshmem_probe.c
+                 ${CMAKE_SOURCE_DIR}/tests/cuda/stage_roles.c
+                 ${CMAKE_SOURCE_DIR}/tests/cuda/kit.c ${CMAKE_SOURCE_DIR}/tests/cuda/agent.c)
+  set_target_properties(cuda_nvshmem_probe PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  target_include_directories(cuda_nvshmem_probe PRIVATE ${CMAKE_SOURCE_DIR}/tests/cuda)
+  xpool_cuda_images(cuda_nvshmem_probe tests ${CMAKE_SOURCE_DIR}/tests/cuda/transport_echo.cu
+                    ${CMAKE_SOURCE_DIR}/tests/cuda/stage_test.cu)
+  xpool_nvshmem_images(cuda_nvshmem_probe tests ${CMAKE_SOURCE_DIR}/tests/cuda/nvshmem_ping.cu)
+  target_link_libraries(cuda_nvshmem_probe PRIVATE xpool_stage)
+  if(TARGET xpool_nvshmem)
+    add_dependencies(cuda_nvshmem_probe xpool_nvshmem)
+  endif()
+  add_test(NAME cuda/nvshmem-probe COMMAND cuda_nvshmem_probe)
+  set_tests_properties(cuda/nvshmem-probe PROPERTIES LABELS cuda TIMEOUT 300 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)
+endif()

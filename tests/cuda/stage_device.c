@@ -103,7 +103,7 @@ static void scene_up(uint32_t scene, bool use_relay)
         must(&ffns[f], order_of(ORDER_START, 0, 0), -1, NULL);
     if (!use_relay)
         return;
-    agent_spawn("relay", life_fd, scene, ++spawned, &relay);
+    agent_spawn("relay", life_fd, relay_number(scene, 0), ++spawned, &relay);
     ready(&relay);
     for (uint32_t i = 0; i < plan.instance_count; i++)
         for (uint32_t f = 0; f < ffn_count; f++) {
@@ -138,8 +138,7 @@ static agent_t client_up(uint32_t instance)
     agent_t client;
     int arena_fd, fd;
     uint32_t life_index = ++spawned;
-    agent_spawn("client", life_fd,
-                instance | scene_now << 8 | variant_now << 12 | (uint32_t)by_relay << 16,
+    agent_spawn("client", life_fd, client_number(instance, 0, scene_now, variant_now, by_relay),
                 life_index, &client);
     ready(&client);
     must(&client, order_of(ORDER_EXPORT, 0, 0), -1, &arena_fd);

@@ -13,28 +13,72 @@
 enum { TEST_ROUND_TRIPS, TEST_PING, TEST_FILL, TEST_CHECK, TEST_KERNELS };
 CUDA_IMAGE_DECLARE(tests_stage_test);
 
+/* Attention side of an Instance of the scenes with several AtnAgents. */
+typedef struct shape {
+    uint32_t delivery, tp, dp, group, atn; /* atn: of rank 0; the others follow in turn */
+} shape_t;
+
+static const shape_t mesh[] = {
+    {FABRIC_DELIVERY_DIRECT_PARTIAL, 1, 1, 3, 0},
+    {FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 2, 3, 0},
+    {FABRIC_DELIVERY_REPLICATED_COMPLETE, 2, 1, 3, 0},
+    {FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 2, 1},
+    {FABRIC_DELIVERY_DIRECT_PARTIAL, 2, 1, 3, 0},
+};
+static const shape_t fan_in[] = {
+    {FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 2, 1, 0},
+    {FABRIC_DELIVERY_REPLICATED_COMPLETE, 2, 1, 1, 0},
+};
+
+static void plan_shape(const shape_t *shape, fabric_plan_instance_t *instance)
+{
+    instance->atn_tp = shape->tp;
+    instance->atn_dp = shape->dp;
+    instance->delivery = shape->delivery;
+    for (uint32_t rank = 0; rank < shape->tp * shape->dp; rank++)
+        instance->rank_atn[rank] = (shape->atn + rank) % 2;
+    for (uint32_t layer = 0; layer < LAYERS; layer++)
+        instance->layer_group[layer] = shape->group;
+}
+
 void scene_plan(uint32_t scene, fabric_plan_t *plan)
 {
+    static const struct {
+        uint32_t atn, ffn, instances;
+    } sizes[SCENES] = {{1, 1, 3},
+                       {1, 2, 2},
+                       {2, 2, sizeof(mesh) / sizeof(*mesh)},
+                       {2, 1, sizeof(fan_in) / sizeof(*fan_in)}};
+    CHECK(scene < SCENES);
     memset(plan, 0, sizeof(*plan));
-    plan->atn_count = 1;
-    plan->ffn_count = scene == SCENE_ONE ? 1 : 2;
+    plan->atn_count = sizes[scene].atn;
+    plan->ffn_count = sizes[scene].ffn;
     plan->lanes = 4;
     plan->generation = 1;
     plan->submission_timeout_ns = 5 * XP_NS_PER_S;
-    plan->instance_count = scene == SCENE_ONE ? 3 : 2;
+    const char *heap = getenv(HEAP_VARIABLE);
+    plan->provider = !heap                      ? FABRIC_PROVIDER_P2P
+                     : strcmp(heap, "far") == 0 ? FABRIC_PROVIDER_NVSHMEM_FAR
+                                                : FABRIC_PROVIDER_NVSHMEM;
+    plan->instance_count = sizes[scene].instances;
     for (uint32_t i = 0; i < plan->instance_count; i++) {
         fabric_plan_instance_t *instance = &plan->instances[i];
         snprintf(instance->id, sizeof(instance->id), "scene%u-%u", scene, i);
         instance->weights = i;
         instance->hidden = WIDTH;
         instance->layers = LAYERS;
-        instance->max_rows = i == INSTANCE_BULK ? BULK_ROWS : ROWS;
+        instance->max_rows = scene == SCENE_ONE && i == INSTANCE_BULK ? BULK_ROWS : ROWS;
         instance->dtype = XP_DTYPE_BF16;
-        instance->atn_tp = instance->atn_dp = 1;
-        instance->delivery = scene == SCENE_TWO && i == 0 ? FABRIC_DELIVERY_DIRECT_PARTIAL
-                                                          : FABRIC_DELIVERY_SINGLE_COMPLETE;
-        for (uint32_t layer = 0; layer < LAYERS; layer++)
-            instance->layer_group[layer] = scene == SCENE_ONE ? 1 : 3;
+        if (scene == SCENE_MESH) {
+            plan_shape(&mesh[i], instance);
+        } else if (scene == SCENE_FAN_IN) {
+            plan_shape(&fan_in[i], instance);
+        } else {
+            const shape_t shape = {scene == SCENE_TWO && i == 0 ? FABRIC_DELIVERY_DIRECT_PARTIAL
+                                                                : FABRIC_DELIVERY_SINGLE_COMPLETE,
+                                   1, 1, scene == SCENE_ONE ? 1 : 3, 0};
+            plan_shape(&shape, instance);
+        }
     }
 }
 
@@ -132,6 +176,56 @@ static void role_ping(role_t *role, cuda_address_t mine, cuda_address_t theirs, 
         cuda_launch(&role->device, role->kernels[TEST_PING], 1, 256, role->stream, parameters));
 }
 
+/* ---- provider nvshmem ----------------------------------------------------------------------- */
+static double free_mib(const cuda_device_t *device)
+{
+    size_t free_bytes, total_bytes;
+    CHECK_OK(CUDA_CALL(device->driver, cuMemGetInfo, &free_bytes, &total_bytes));
+    return (double)free_bytes / 1048576.0;
+}
+
+stage_heap_t *role_join(const cuda_device_t *device, const fabric_plan_t *plan, int socket)
+{
+    stage_heap_place_t place;
+    stage_heap_t *heap;
+    join_t join;
+    if (!getenv(HEAP_VARIABLE))
+        return NULL;
+    CHECK_OK(stage_heap_find(NULL, NULL, 0, &place));
+    CHECK_OK(stage_heap_open(&place, plan, &heap));
+    CHECK(kit_receive(socket, &join, sizeof(join), NULL));
+    if (join.make) {
+        CHECK_OK(stage_heap_make_id(heap, join.id));
+        CHECK(kit_send(socket, &join, sizeof(join), -1));
+    }
+    double before = free_mib(device);
+    uint64_t start_ns = xp_monotonic_ns();
+    if (stage_heap_join(heap, device, join.pe, join.id) != XP_OK) {
+        fprintf(stderr, "PE %u: %s\n", join.pe, xp_error_last()->text);
+        stage_heap_sweep(getpid());
+        _exit(1); /* exit() would have the library wait for the other PEs */
+    }
+    printf("PE %u of %u on cuda:%d joined in %.0f ms: heap %.1f MiB, the device has %.1f MiB less "
+           "(with what other processes took meanwhile)\n",
+           join.pe, plan->atn_count + plan->ffn_count, device->ordinal,
+           (double)(xp_monotonic_ns() - start_ns) / 1e6, (double)stage_heap_bytes(plan) / 1048576.0,
+           before - free_mib(device));
+    fflush(stdout);
+    return heap;
+}
+
+/* What was joined ends with the process, and only so: the library's own end would wait for PEs that
+ * have gone. */
+static void role_exit(stage_heap_t *heap)
+{
+    fflush(stdout);
+    if (heap) {
+        stage_heap_sweep(getpid());
+        _exit(0);
+    }
+    exit(0);
+}
+
 /* ---- FfnAgent ------------------------------------------------------------------------------- */
 static void ffn_role(int argc, char **argv)
 {
@@ -150,6 +244,8 @@ static void ffn_role(int argc, char **argv)
                                  .life = &role.life,
                                  .own_elements = variant & VARIANT_HELPERS ? 1 : 0,
                                  .notes = variant & VARIANT_NOTES};
+    stage_heap_t *heap = role_join(&role.device, &role.plan, socket);
+    config.heap = heap;
     CHECK_OK(stage_ffn_create(&config, &ffn));
     answer_t answer = answer_of(XP_OK);
     CHECK(kit_send(socket, &answer, sizeof(answer), -1));
@@ -177,7 +273,8 @@ static void ffn_role(int argc, char **argv)
             answer = answer_of(stage_ffn_start(ffn));
             break;
         case ORDER_ATTACH:
-            answer = answer_of(stage_ffn_attach(ffn, order.instance, &fd, 1, SOON));
+            answer = answer_of(stage_ffn_attach(ffn, order.instance, heap ? NULL : &fd,
+                                                fabric_plan_ranks(plan), SOON));
             if (answer.status == XP_OK && order.other) {
                 cuda_block_destroy(&arenas[order.instance]); /* a predecessor's */
                 CHECK_OK(cuda_block_import(&role.device, fd,
@@ -233,7 +330,7 @@ static void ffn_role(int argc, char **argv)
     }
     stage_ffn_destroy(ffn);
     role_close(&role);
-    exit(0);
+    role_exit(heap);
 }
 
 /* ---- AtnAgent: the relay -------------------------------------------------------------------- */
@@ -243,25 +340,27 @@ static void relay_role(int argc, char **argv)
     order_t order;
     stage_atn_t *atn;
     const int socket = kit_role_socket(argv);
-    role_open(&role, 0, kit_role_life(argv), kit_role_number(argv, 1), kit_role_number(argv, 0),
-              socket);
-    CHECK_OK(stage_atn_create(&role.device, &role.plan, 0, &role.life, &atn));
+    const uint32_t a = kit_role_number(argv, 0), index = a >> 8;
+    role_open(&role, (int)index, kit_role_life(argv), kit_role_number(argv, 1), a & 0xff, socket);
+    stage_heap_t *heap = role_join(&role.device, &role.plan, socket);
+    CHECK_OK(stage_atn_create(&role.device, &role.plan, index, &role.life, heap, &atn));
     answer_t answer = answer_of(XP_OK);
     CHECK(kit_send(socket, &answer, sizeof(answer), -1));
     for (int fd; kit_receive(socket, &order, sizeof(order), &fd);) {
         int out = -1;
         switch (order.what) {
         case ORDER_EXPORT:
-            answer = answer_of(stage_atn_export(atn, order.instance, 0, &out));
+            answer = answer_of(stage_atn_export(atn, order.instance, order.rows, &out));
             break;
         case ORDER_OPEN:
             answer = answer_of(stage_atn_open(atn, order.instance, order.other, fd));
             break;
         case ORDER_ATTACH:
-            answer = answer_of(stage_atn_attach(atn, order.instance, 0, fd, order.other, SOON));
+            answer =
+                answer_of(stage_atn_attach(atn, order.instance, order.rows, fd, order.other, SOON));
             break;
         case ORDER_DETACH:
-            answer = answer_of(stage_atn_detach(atn, order.instance, 0, kit_in(2)));
+            answer = answer_of(stage_atn_detach(atn, order.instance, order.rows, kit_in(2)));
             break;
         case ORDER_STOP:
             stage_atn_destroy(atn);
@@ -279,7 +378,7 @@ static void relay_role(int argc, char **argv)
             break;
     }
     role_close(&role);
-    exit(0);
+    role_exit(heap);
 }
 
 /* ---- Instance ------------------------------------------------------------------------------- */
@@ -298,6 +397,8 @@ typedef struct self {
 static void self_live(self_t *self, uint32_t rows)
 {
     transport_live_t live = {.rows = rows};
+    for (uint32_t i = 0; i < self->role.plan.instances[self->instance].atn_dp; i++)
+        live.dp_rows[i] = rows;
     CHECK_OK(stage_client_live_write(self->client, &live, self->role.stream));
 }
 
@@ -514,8 +615,12 @@ static void client_role(int argc, char **argv)
     const uint32_t a = kit_role_number(argv, 0), life_index = kit_role_number(argv, 1);
     const uint32_t variant = a >> 12 & 0xf;
     const bool relay = a >> 16 & 1;
-    role_open(&self.role, 0, kit_role_life(argv), life_index, a >> 8 & 0xf, socket);
+    const uint32_t rank = a >> 20;
+    fabric_plan_t scene;
+    scene_plan(a >> 8 & 0xf, &scene);
     self.instance = a & 0xff;
+    role_open(&self.role, (int)scene.instances[self.instance].rank_atn[rank], kit_role_life(argv),
+              life_index, a >> 8 & 0xf, socket);
     const fabric_plan_instance_t *plan = &self.role.plan.instances[self.instance];
     self.members = fabric_group_size(plan->layer_group[0]);
     self.max_rows = plan->max_rows;
@@ -523,6 +628,7 @@ static void client_role(int argc, char **argv)
     stage_client_config_t config = {.device = &self.role.device,
                                     .instance = plan,
                                     .index = self.instance,
+                                    .rank = rank,
                                     .generation = self.role.plan.generation,
                                     .path = relay ? STAGE_RELAY : STAGE_DIRECT,
                                     .life = &self.role.life,

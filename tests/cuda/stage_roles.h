@@ -18,7 +18,7 @@
 #define SOON        kit_in(10)
 
 /* ---- plans: the same in every process ------------------------------------------------------- */
-enum { SCENE_ONE = 0, SCENE_TWO };
+enum { SCENE_ONE = 0, SCENE_TWO, SCENE_MESH, SCENE_FAN_IN, SCENES };
 enum { INSTANCE_A = 0, INSTANCE_B, INSTANCE_BULK };
 /* How roles differ from the defaults, bits; for comparisons in one run. */
 enum {
@@ -28,6 +28,17 @@ enum {
 };
 
 void scene_plan(uint32_t scene, fabric_plan_t *plan);
+
+/* ---- provider nvshmem ----------------------------------------------------------------------- */
+/* In the environment of FfnAgents and relays: stages lie in the symmetric heap ("near", or "far"
+ * for NVSHMEM_FAR), and the first message to each of them is a join_t; PE 0 answers `make` with the
+ * id.
+ */
+#define HEAP_VARIABLE "XPOOL_TEST_HEAP"
+typedef struct join {
+    uint32_t make, pe;
+    unsigned char id[XPOOL_NVSHMEM_ID_BYTES];
+} join_t;
 
 /* ---- orders --------------------------------------------------------------------------------- */
 enum {
@@ -59,6 +70,19 @@ typedef struct answer {
     char text[256];
 } answer_t;
 
+/* A client's first number: what agent_spawn() hands to the role. */
+static inline uint32_t client_number(uint32_t instance, uint32_t rank, uint32_t scene,
+                                     uint32_t variant, bool by_relay)
+{
+    return instance | scene << 8 | variant << 12 | (uint32_t)by_relay << 16 | rank << 20;
+}
+static inline uint32_t relay_number(uint32_t scene, uint32_t atn)
+{
+    return scene | atn << 8;
+}
+/* By roles that have a heap to join: what is left of the GPU's memory before and after is printed.
+ */
+stage_heap_t *role_join(const cuda_device_t *device, const fabric_plan_t *plan, int socket);
 /* For main(): runs the role and exits when the arguments ask for it. */
 void stage_roles_main(int argc, char **argv);
 /* Built with nvcc? */

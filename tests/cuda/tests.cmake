@@ -28,6 +28,14 @@ add_library(fake_cuda SHARED ${CMAKE_SOURCE_DIR}/tests/tools/fake_cuda.c)
 set_target_properties(fake_cuda PROPERTIES OUTPUT_NAME cuda SUFFIX .so.1
                       LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests/fake-cuda)
 target_link_libraries(fake_cuda PRIVATE xpool_base ${CMAKE_DL_LIBS})
+# The same for provider nvshmem: a plug-in over ordinary memory, and a wheel whose library is empty.
+set(fake_nvshmem_folder ${CMAKE_BINARY_DIR}/tests/fake-nvshmem)
+add_library(fake_nvshmem SHARED ${CMAKE_SOURCE_DIR}/tests/tools/fake_nvshmem.c)
+set_target_properties(fake_nvshmem PROPERTIES OUTPUT_NAME xpool_nvshmem LIBRARY_OUTPUT_DIRECTORY ${fake_nvshmem_folder})
+file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/tests/fake-nvshmem/empty.c CONTENT "typedef int nothing_t;\n")
+add_library(fake_nvshmem_host SHARED ${CMAKE_BINARY_DIR}/tests/fake-nvshmem/empty.c)
+set_target_properties(fake_nvshmem_host PROPERTIES OUTPUT_NAME nvshmem_host SUFFIX .so.3
+                      LIBRARY_OUTPUT_DIRECTORY ${fake_nvshmem_folder}/wheel/lib)
 include(${CMAKE_SOURCE_DIR}/tests/cuda/kv.cmake OPTIONAL)
 
 # The driver's interface as we declare it, beside the toolkit's header.

@@ -17,15 +17,21 @@ gives the same tokens in 16 and in 32 bits, so that their tokens say something.
              expert
     relay    as one, rows by way of the AtnAgent
     kill     as one; one Instance is killed in the middle, the others go on unharmed
+    reform   as one; before the run the FfnAgent is killed. Agents and Instances end, the new FfnAgent takes the
+             weights over without reading, and the new Instances give the same tokens. Printed: how long until all
+             had ended, until the Fabric executed again, and what was adopted and read
+    nvshmem, nvshmem-mesh (two of each role, shared GPUs), nvshmem-far: over NVSHMEM; run only when they are named
 
-`--rehearse` runs the scene `one` on CPU devices, without graphs: it tries everything of this script but
+`--rehearse` runs the scenes `one` and `reform` on CPU devices, where Instances stay, without graphs: it tries everything of this script but
 the GPU. What the interpreter needs: torch, transformers, cffi. Exit code 77: no GPUs here.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +51,15 @@ SCENES = {
     "tensor": dict(atn=["cuda:0"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True),
     "relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay"),
     "kill": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, kill="qwen3"),
+    "reform": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120),
+}
+# By name only: they need the plug-in and the wheel of NVSHMEM.
+HEAP_SCENES = {
+    "nvshmem": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="nvshmem"),
+    "nvshmem-mesh": dict(
+        atn=["cuda:0", "cuda:1"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True, provider="nvshmem"
+    ),
+    "nvshmem-far": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="nvshmem-far"),
 }
 REHEARSAL = dict(atn=["cpu:0"], ffn=["cpu:1"], tp=1)
 
@@ -227,8 +242,11 @@ def instance(arguments):
     prompt, stable = choose_prompt(model, path, device, arguments.tokens)
     wanted, logits, gaps = Generator(model, device, arguments.tokens, prompt).run(graphs=False)
 
+    told = []
+
     def ended(kind, seconds, text):
         print(f"{arguments.instance}: told to end: {text}", file=sys.stderr, flush=True)
+        told.append(kind)
 
     workload = ranks.Workload(
         engine=f"transformers {transformers.__version__}",
@@ -270,8 +288,8 @@ def instance(arguments):
     (folder / f"{arguments.instance}.ready").touch()
     limit = time.monotonic() + WAIT_S
     while not (folder / "go").exists():  # all four at once
-        if time.monotonic() > limit:
-            raise SystemExit("the other Instances did not come")
+        if time.monotonic() > limit or told:
+            raise SystemExit("told to end" if told else "the other Instances did not come")
         time.sleep(0.005)
 
     def after(step):
@@ -326,6 +344,7 @@ def write_config(scene, folder, models):
         f"fabric.provider = '{scene.get('provider', 'auto')}'",
         f"devices.allow_shared_roles = {str(scene.get('shared', False)).lower()}",
         "deadlines.registration = 60",
+        f"deadlines.reform = {scene.get('reform', 0)}",
     ]
     if kind == "cpu":
         lines += [f"devices.'{name}'.memory = '512MiB'" for name in scene["atn"] + scene["ffn"]]
@@ -340,6 +359,15 @@ def write_config(scene, folder, models):
     return config
 
 
+def nvshmem_root():
+    """Where this interpreter has the wheel of NVSHMEM, for the programs."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else []:
+        if (pathlib.Path(folder) / "nvshmem/lib/libnvshmem_host.so.3").exists():
+            return {"XPOOL_NVSHMEM_ROOT": f"{folder}/nvshmem"}
+    return {}
+
+
 class System:
     """Daemon, agents and Instances of one scene; all of them end with it."""
 
@@ -348,6 +376,7 @@ class System:
         self.processes = {}
         self.environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=str(build / "python"))
         self.environment.pop("XPOOL_CONFIG", None)
+        self.environment |= nvshmem_root()
         if os.environ.get("PYTHONPATH"):
             self.environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
 
@@ -392,6 +421,38 @@ class System:
             process.wait()
 
 
+def executable(system):
+    """Whether the daemon waits for no agent any more."""
+    command = [system.xpool, "daemon", "check", "--config", str(system.config)]
+    done = subprocess.run(command, capture_output=True, text=True, env=system.environment)
+    said = done.stdout + done.stderr
+    return "agent" not in said and "the next one forms" not in said
+
+
+def replace_agents(system, scene, models, start_model, result):
+    """The FfnAgent dies; all agents, and on GPUs the Instances, are replaced."""
+    agents = [name for name in system.processes if "agent" in name]
+    victim = f"ffnagent {scene['ffn'][0]}"
+    gpu = not scene["ffn"][0].startswith("cpu")
+    began = time.monotonic()
+    system.processes[victim].send_signal(signal.SIGKILL)
+    for name in agents + (list(models) if gpu else []):
+        system.processes[name].wait(timeout=30)
+    result["ended_s"] = time.monotonic() - began
+    for model in models if gpu else ():
+        (system.folder / f"{model}.ready").unlink()
+    began = time.monotonic()
+    for name in agents:
+        kind, device = name.split()
+        system.role(name, kind, "--device", device)
+    system.wait(lambda: executable(system), "the next Generation", agents)
+    result["executable_s"] = time.monotonic() - began
+    said = (system.folder / f"{victim.replace(':', '-').replace(' ', '-')}.log").read_text(errors="replace")
+    result["weights"] = [list(map(int, pair)) for pair in re.findall(r"(\d+) bytes adopted, (\d+) read", said)]
+    for model in models if gpu else ():
+        start_model(model)
+
+
 def run_scene(name, scene, scratch, arguments):
     xpool = arguments.build / "bin" / "xpool"
     folder = scratch / name
@@ -413,14 +474,25 @@ def run_scene(name, scene, scratch, arguments):
         for kind, devices in (("atnagent", scene["atn"]), ("ffnagent", scene["ffn"])):
             for one in devices:
                 system.role(f"{kind} {one}", kind, "--device", one)
-        for model in models:
+
+        def start_model(model):
             words = ["exec", "--config", config, "--model", model, "--", sys.executable, __file__]
             words += ["--build", arguments.build, "--instance", model, "--folder", folder]
             words += ["--device", device, "--repeats", str(arguments.repeats), "--tokens", str(arguments.tokens)]
             system.start(model, xpool, *words)
-        system.wait(
-            lambda: all((folder / f"{m}.ready").exists() for m in models), "all Instances", list(system.processes)
-        )
+
+        def all_there():
+            there = [folder / f"{m}.ready" for m in models]
+            system.wait(lambda: all(file.exists() for file in there), "all Instances", list(system.processes))
+
+        for model in models:
+            start_model(model)
+        all_there()
+        if scene.get("reform"):
+            command = [str(xpool), "daemon", "check", "--config", str(config)]
+            system.wait(lambda: not subprocess.run(command, capture_output=True).returncode, "READY", ["daemon"])
+            replace_agents(system, scene, models, start_model, result)
+            all_there()
         (folder / "go").touch()
         left = [m for m in models if m != victim]
         if victim:
@@ -461,6 +533,13 @@ def report(result):
                 f" {one['stable_prompts']} of {CANDIDATES} prompts without ties {seen.get('first', '')}",
                 flush=True,
             )
+    if "weights" in result:
+        good = good and bool(result["weights"]) and all(a > 0 and not r for a, r in result["weights"])
+        print(
+            f"{result['scene']:8} all ended {result['ended_s']:.2f} s after the FfnAgent's death; the next Generation"
+            f" executed {result['executable_s']:.2f} s after its agents' start; bytes adopted and read:"
+            f" {result['weights']}"
+        )
     if "killed" in result:
         print(f"{result['scene']:8} killed {result['killed']}; the others went on")
     print(f"{result['scene']:8} {'good' if good else 'WRONG'}; exit codes {result['exit_codes']}", flush=True)
@@ -470,7 +549,7 @@ def report(result):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
-    parser.add_argument("--scene", action="append", choices=list(SCENES))
+    parser.add_argument("--scene", action="append", choices=list(SCENES | HEAP_SCENES))
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
@@ -483,9 +562,9 @@ def main():
     if arguments.instance:
         instance(arguments)
         return 0
-    scenes = {name: SCENES[name] for name in arguments.scene or SCENES}
+    scenes = {name: (SCENES | HEAP_SCENES)[name] for name in arguments.scene or SCENES}
     if arguments.rehearse:
-        scenes, arguments.tokens = {"one": REHEARSAL}, 12
+        scenes, arguments.tokens = {"one": REHEARSAL, "reform": dict(REHEARSAL, reform=60)}, 12
     else:
         told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
         gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]

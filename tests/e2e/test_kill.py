@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""kill -9 of any process. An Instance: the others go on, exact, and it may come back. Of an agent, the
-gateway or the daemon: everything ends within a second, with the one canonical failure and a non-zero
-exit. Of everything at once: nothing is left and the next start works."""
+"""kill -9 of any process. An Instance: the others go on, exact, and it may come back. Of the gateway or the
+daemon, and with deadlines.reform = 0 of an agent (test_generations has the other case): everything ends
+within a second, with the one canonical failure and a non-zero exit. Of everything at once: nothing is left
+and the next start works."""
 
 import os
 import signal
@@ -94,7 +95,7 @@ def restart_at_once():
 def ends_all(role):
     """kill -9 of this role under load: the whole system ends within a second with one failure."""
     prompt = harness.golden()[0]
-    with system_of_two() as system:
+    with system_of_two(settings="[deadlines]\nreform = 0") as system:
         system.start(120)
         streams = [system.stream(m, prompt["ids"], LENGTH, 60) for m in MODELS]
         for stream in streams:

@@ -99,9 +99,9 @@ def models():
     return [harness.model(m, dtype="float32", kv_floor_tokens=FLOOR, decode_rows=8) for m in MODELS]
 
 
-def small_pool(policy="deadline"):
+def small_pool(policy="deadline", reform=240):
     """(system, bytes of the pool, bytes of a token): memory such that the pool is what the test wants."""
-    settings = f'[scheduler]\nkv_policy = "{policy}"'
+    settings = f'[scheduler]\nkv_policy = "{policy}"\n[deadlines]\nreform = {reform}'
     with harness.System(models(), memory="64MiB") as probe:
         code, out, err = probe.run("plan", "--json")
         harness.check(code == 0, err)

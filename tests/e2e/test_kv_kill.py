@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """kill -9 while KV memory moves between three Instances that want twice the pool. An Instance, as
 borrower or donor, at each step of an operation and at any moment: no byte of the pool is lost and none
-counted twice, the others are served, exact. AtnAgent or daemon: the canonical failure, nothing is left,
-and the next start begins with floors.
+counted twice, the others are served, exact. An agent: the next Generation goes on with all of it. The
+daemon, and with deadlines.reform = 0 an AtnAgent: the canonical failure, nothing is left, and the next start
+begins with floors.
 
 The tests run a selection; --whole is everything (some minutes), XPOOL_SEED other random moments."""
 
@@ -236,7 +237,7 @@ def next_start(system, want):
 
 def ends_all(role, point, donor):
     """An agent or the daemon dies while an Instance stands at this step of an operation."""
-    system, _ = small_pool()
+    system, _ = small_pool(reform=0)
     with system:
         system.env["XPOOL_FAILPOINTS"] = f"{point}=sleep:4000@1"
         system.start(60)
@@ -296,7 +297,7 @@ def agents_at_moments():
         return
     chance = random.Random(SEED)
     for _ in range(8):
-        system, _ = small_pool()
+        system, _ = small_pool(reform=0)
         with system:
             system.start(60)
             wants = answers(system)
@@ -311,5 +312,26 @@ def agents_at_moments():
             next_start(system, wants[900])
 
 
+def generations():
+    """Agents die at any moment of the load: every request is answered, exact, and the books are right."""
+    chance = random.Random(SEED)
+    system, _ = small_pool()
+    with system:
+        system.start(60)
+        wants = answers(system)
+        with Sampler(system, pool_bytes(system)) as sampler, Traffic(system, wants) as traffic:
+            for number in range(RANDOM_KILLS):
+                time.sleep(chance.uniform(0.0, 0.5))
+                os.kill(system.pid(chance.choice(("atnagent cpu:0", "ffnagent cpu:1"))), signal.SIGKILL)
+                harness.wait_until(
+                    lambda n=number: system.state()["generation"] == n + 2 and system.is_ready(), 20, "the next Generation"
+                )
+                traffic.goes_on(MODELS)
+                books(system)
+        at_rest(system, sampler)
+        print(f"     {RANDOM_KILLS} Generations failed, seed {SEED}; answers {traffic.served}")
+        system.stop()
+
+
 if __name__ == "__main__":
-    harness.main(steps, moments, agents, daemon_steps, agents_at_moments)
+    harness.main(steps, moments, agents, daemon_steps, agents_at_moments, generations)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """libxpool through real processes: examples/engine as somebody else's engine beside daemon and agents.
 It is served and ends in order; a native Instance beside it stays exact when it is killed; killing an agent
-or the daemon ends its call with the canonical failure within two seconds; what does not fit the plan is
-refused by name. The installed library is all that an engine needs. Observers count every layer of every
+(with deadlines.reform = 0) or the daemon ends its call with the canonical failure within two seconds, and
+else its call waits for the next Generation; what does not fit the plan is refused by name. The installed library is all that an engine needs. Observers count every layer of every
 step on all three sides."""
 
 import array
@@ -195,7 +195,7 @@ def survivors():
 
 def killed(role, words):
     """kill -9 of `role` while the engine is in its calls: they end with the canonical failure."""
-    with Library([library_model("other")], ffn=2) as system:
+    with Library([library_model("other")], ffn=2, settings="[deadlines]\nreform = 0") as system:
         system.start_roles()
         engine = system.engine("other", "--serve", "--steps", 0, "--rows", 4, "--quiet")
         wait_line(engine, "serving")
@@ -233,6 +233,115 @@ def ffnagent():
 
 def daemon():
     killed("daemon", "the daemon died")
+
+
+def generations():
+    """Its call waits while the agents are replaced, also with two ranks, and then goes on."""
+    for tp in (1, 2):
+        with Library([library_model("other", attention_tp=tp)], atn=tp) as system:
+            system.start_roles()
+            engines = [
+                system.engine("other", "--rank", r, "--serve", "--steps", 0, "--rows", 4, "--quiet") for r in range(tp)
+            ]
+            for engine in engines:
+                wait_line(engine, "serving")
+            ready = lambda number: system.state()["generation"] == number and system.state()["verdict"]["system_ready"]
+            calls = lambda: system.state()["models"][0]["engine"]["ffn_calls"]
+            harness.wait_until(lambda: ready(1), 20, "READY")
+            for number, role in ((2, f"ffnagent cpu:{tp}"), (3, "atnagent cpu:0")):
+                agents = [p for p in system.hand if "agent" in p.args[1]]
+                # No layer is under way while its agent dies: ranks must have been answered alike.
+                os.kill(system.pid(f"ffnagent cpu:{tp}"), signal.SIGSTOP)
+                time.sleep(0.3)
+                os.kill(system.pid(role), signal.SIGKILL)
+                for process in agents:
+                    process.wait(10 * harness.SLOW)
+                system.hand = [p for p in system.hand if p not in agents]
+                system.hand += [system.launch(*process.args[1:-2]) for process in agents]
+                harness.wait_until(lambda n=number: ready(n), 20, f"Generation {number}")
+                before = calls()
+                harness.wait_until(lambda b=before: calls() > b + 2 * LAYERS, 10, "its calls go on")
+            harness.check(all(engine.poll() is None for engine in engines), "an engine ended")
+            system.down(*engines)
+
+
+def answered(engine):
+    """The number of the last answer in an engine's arena (transport/mailbox.h)."""
+    folder = f"/proc/{engine.pid}/fd"
+    for name in os.listdir(folder):
+        if "xpool-transport" in os.readlink(f"{folder}/{name}"):
+            with open(f"{folder}/{name}", "rb") as arena:
+                return int.from_bytes(os.pread(arena.fileno(), 8, 128), "little")
+    raise harness.Failed("an engine without an arena")
+
+
+def stop_between(victim, engines):
+    """Stops an AtnAgent such that the rank of the other one has got a layer that its own has not."""
+
+    def stopped():
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(0.05)
+        if len({answered(engine) for engine in engines}) > 1:
+            return True
+        os.kill(victim, signal.SIGCONT)
+        return False
+
+    harness.wait_until(stopped, 60, "one rank is ahead", 0.003)
+
+
+def one_rank_ahead():
+    """Attention TP, and only one of two ranks has got a layer when its agents die: the other gets it handed on,
+    and every row of every step is right. Under attention DP rows differ: that Instance ends, the rest goes on."""
+    with Library([library_model("other")]) as system:
+        system.start_roles()
+        out = system.folder / "out"
+        engine = system.engine("other", "--output", out)
+        harness.check(engine.wait(60) == 0, f"{lines(engine)}")
+        whole = out.read_bytes()
+        system.down()
+    for shape in ("tp", "dp"):
+        with Library([library_model("other", **{f"attention_{shape}": 2})], atn=2) as system:
+            system.start_roles()
+            outs = [system.folder / f"out{rank}" for rank in range(2)]
+            more = ("--dp-rows", "1,1") if shape == "dp" else ()
+            engines = [
+                system.engine(
+                    "other", "--serve", "--rank", r, "--output", outs[r], "--steps", 0, "--quiet", *more
+                )
+                for r in range(2)
+            ]
+            for engine in engines:
+                wait_line(engine, "serving")
+            ready = lambda number: system.state()["generation"] == number and system.state()["verdict"]["system_ready"]
+            harness.wait_until(lambda: ready(1), 20, "READY")
+            for number in (2, 3) if shape == "tp" else (2,):
+                agents = [p for p in system.hand if "agent" in p.args[1]]
+                # It does not take the commit that the other AtnAgent takes.
+                victim = system.pid(f"atnagent cpu:{number % 2}")
+                stop_between(victim, engines)
+                os.kill(victim, signal.SIGKILL)
+                for process in agents:
+                    process.wait(10 * harness.SLOW)
+                system.hand = [p for p in system.hand if p not in agents]
+                system.hand += [system.launch(*process.args[1:-2]) for process in agents]
+                if shape == "dp":
+                    break
+                harness.wait_until(lambda n=number: ready(n), 20, f"Generation {number}")
+                before = outs[0].stat().st_size
+                harness.wait_until(lambda b=before: outs[0].stat().st_size > b + 2 * len(whole), 10, "its calls go on")
+            if shape == "dp":
+                for engine in engines:
+                    engine.wait(10 * harness.SLOW)
+                reason = harness.wait_until(lambda: system.state()["models"][0]["reason"], 10, "the model is down")
+                harness.check("its ranks had answers" in reason, f"the reason: {reason}")
+                system.down()
+                continue
+            system.down(*engines)
+            for rank in range(2):
+                got = outs[rank].read_bytes()
+                count, rest = divmod(len(got), len(whole))
+                harness.check(count > 4, f"rank {rank} made {count} steps")
+                harness.check(got == whole * count + whole[:rest], f"rank {rank}: a row is not exact")
 
 
 def copy_of(checkpoint, folder):
@@ -382,4 +491,7 @@ if __name__ == "__main__":
     if not ENGINE.exists():
         print(f"{ENGINE} is missing: build with scripts/build --tests")
         sys.exit(1)
-    harness.main(serves, ranks, rank_death, survivors, atnagent, ffnagent, daemon, refusals, no_daemon, observers, installed)
+    harness.main(
+        serves, ranks, rank_death, survivors, atnagent, ffnagent, daemon, generations, one_rank_ahead, refusals, no_daemon, observers,
+        installed,
+    )

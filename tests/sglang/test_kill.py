@@ -3,8 +3,9 @@
 """Deaths under load, in a system of one SGLang and one native Instance of the same checkpoint.
 
 An end of SGLang, however it comes, is its own: the native tokens stay exact, the model is reported down
-with the reason, its leases are taken back, `xpool serve` brings it back. The end of an agent is everybody's,
-at once and with the one canonical failure, which SGLang's log shows. An FfnAgent that stands still only
+with the reason, its leases are taken back, `xpool serve` brings it back. With deadlines.reform = 0 the end of
+an agent is everybody's, at once and with the one canonical failure, which SGLang's log shows; by default both
+streams go on in the next Generation, with the same tokens. An FfnAgent that stands still only
 delays; past `deadlines.submission` it is a failure too, and SGLang does not hang in the C call.
 """
 
@@ -122,7 +123,7 @@ def ends_all(system, role, number, seconds, words):
 
 def instance_and_atnagent():
     prompt = harness.golden()[0]
-    with scene.Scene(models()) as system:
+    with scene.Scene(models(), settings="[deadlines]\nreform = 0") as system:
         system.start()
         system.golden(SGLANG)
         check(system.arenas() == 2, f"the AtnAgent has {system.arenas()} arenas mapped, not one of each Instance")
@@ -135,17 +136,35 @@ def instance_and_atnagent():
 
 
 def ffnagent():
-    with scene.Scene(models()) as system:
+    with scene.Scene(models(), settings="[deadlines]\nreform = 0") as system:
         system.start()
         ends_all(system, "ffnagent", signal.SIGKILL, AGENT_DEATH_SECONDS, "cpu:1")
 
 
+def generations():
+    """kill -9 of an agent in mid-stream: SGLang's call waits for the next Generation."""
+    with scene.Scene(models()) as system:
+        system.start()
+        prompt = harness.golden()[0]
+        want = system.generate(NATIVE, prompt["ids"], LENGTH, 120)
+        tree = system.tree(SGLANG)
+        for number, role in ((2, "ffnagent"), (3, "atnagent")):
+            streams = streams_of(system, prompt)
+            os.kill(system.pid(role), signal.SIGKILL)
+            for stream in streams:
+                check(stream.result(120) == want, f"{role}: other tokens in the next Generation")
+            wait_until(lambda n=number: system.state()["generation"] == n and system.is_ready(), 30, "READY again")
+            system.golden(SGLANG)
+        check(system.tree(SGLANG) == tree, "SGLang's processes are others now")
+        system.stop(scene.STOP_SECONDS)
+
+
 def deadline():
-    with scene.Scene(models(), settings=f"[deadlines]\nsubmission = {SUBMISSION_SECONDS}") as system:
+    with scene.Scene(models(), settings=f"[deadlines]\nreform = 0\nsubmission = {SUBMISSION_SECONDS}") as system:
         system.start()
         seconds = SUBMISSION_SECONDS + AGENT_DEATH_SECONDS
         ends_all(system, "ffnagent", signal.SIGSTOP, seconds, "no answer in")
 
 
 if __name__ == "__main__":
-    scene.main(instance_and_atnagent, ffnagent, deadline)
+    scene.main(instance_and_atnagent, ffnagent, deadline, generations)

@@ -9,6 +9,7 @@ Every request must end with the tokens that it would have had alone in a big cac
 """
 
 import array
+import collections
 import os
 import random
 import types
@@ -70,7 +71,10 @@ class Counts:
 
 
 class Simulation:
-    def __init__(self, mapped, kind="mha"):
+    """With `overlap` a step's tokens are taken a round later, as on a GPU."""
+
+    def __init__(self, mapped, kind="mha", overlap=False):
+        self.overlap = overlap
         self.kv = Range(mapped, make_bytes(kind))
         self.kv.ceiling = SLOTS
         self.mha = kind == "mha"
@@ -100,6 +104,9 @@ class Simulation:
             truncation_align_size lora_drainer draft_worker idle_sleeper""".split()
         for name in off:
             setattr(s, name, None if name not in ("enable_overlap", "is_mixed_chunk") else False)
+        s.enable_overlap = self.overlap
+        if self.overlap:
+            s.result_queue = collections.deque()
         s.page_size, s.spec_algorithm = 1, SpeculativeAlgorithm.NONE
         s.server_args = server_arguments.get_global_server_args()
         s.token_to_kv_pool_allocator, s.tree_cache, s.req_to_token_pool = allocator, tree, table
@@ -175,29 +182,55 @@ class Simulation:
             if elastic.decode is not None:
                 self.counts.held += 1
                 self.counts.chunks_held += chunked is not None
-            if batch:
-                self.forward(batch)
+            if self.overlap:
+                if batch:
+                    scheduler.result_queue.append((batch.copy(), self.launch(batch)))
+                if scheduler.last_batch:
+                    before, work = scheduler.result_queue.popleft()
+                    self.take(before, self.forward(work))
+            elif batch:
+                self.take(batch, self.forward(self.launch(batch)))
             scheduler.last_batch = batch
             self.check()
         return batch
 
-    def forward(self, batch):
+    def launch(self, batch):
+        """A step as the device gets it: slots as they are now. It may run at the last moment."""
         extend = batch.forward_mode.is_extend()
         table = self.scheduler.req_to_token_pool.req_to_token
-        for request in list(batch.reqs):
+        work = []
+        for request in batch.reqs:
             filled = request.fill_len if extend else request.kv_committed_len
-            tokens = (request.origin_input_ids + request.output_ids)[:filled]
             slots = table[request.req_pool_idx, :filled].long()
             first = len(request.prefix_indices) if extend else filled - 1
+            tokens = (request.origin_input_ids + request.output_ids)[:filled] if extend else None
+            work.append((request, slots, first, tokens))
+        return work
+
+    def forward(self, work):
+        """What the device does, with the tokens that it knows: (request, next token) each."""
+        result = []
+        for request, slots, first, given in work:
+            tokens = request.known[: len(slots)] if given is None else given
+            assert len(tokens) == len(slots), f"{request.rid}: {len(slots)} slots for {len(tokens)} tokens"
             marks = rows(tokens)
             self.write(slots[first:], marks[first:])
             assert self.read(slots, marks), f"{request.rid} does not find its rows"
+            token = next_token(self.pool.get_key_buffer(0)[slots, 0, 0])
+            request.known = tokens + array.array("q", [token])
+            result.append((request, token))
+        return result
+
+    def take(self, batch, result):
+        """What the scheduler does with the tokens."""
+        extend = batch.forward_mode.is_extend()
+        for request, token in result:
             if request.inflight_middle_chunks > 0 and extend:
                 request.inflight_middle_chunks -= 1
                 continue
-            if request.finished():
+            if request.finished() or request.is_retracted:
                 continue
-            request.output_ids.append(next_token(self.pool.get_key_buffer(0)[slots, 0, 0]))
+            request.output_ids.append(token)
             if len(request.output_ids) >= request.sampling_params.max_new_tokens:
                 request.finished_reason = FINISH_LENGTH(len(request.output_ids))
             if request.to_finish is not None:
@@ -237,8 +270,6 @@ class Simulation:
         assert 0 <= stats.full_token_usage <= 1, stats
 
     def command(self, kind, slots, trim=False):
-        if kind == kvs.GROW:
-            self.kv.grow(slots)
         self.kv.commands.append(kvs.Command(kind, slots, trim))
 
     def resize(self, slots):
@@ -305,10 +336,10 @@ def random_prompt(texts):
 
 
 class Histories(unittest.TestCase):
-    def history(self, seed, steps, grants, kind="mha"):
+    def history(self, seed, steps, grants, kind="mha", overlap=False):
         """Random requests and commands; `grants`: how likely a demand is met in a step."""
         random.seed(seed)
-        simulation = Simulation(random.randrange(2, 6) * BUNDLE, kind)
+        simulation = Simulation(random.randrange(2, 6) * BUNDLE, kind, overlap)
         texts = [[random.randrange(VOCABULARY) for _ in range(70)] for _ in range(3)]
         requests = []
         for number in range(steps):
@@ -337,9 +368,15 @@ class Histories(unittest.TestCase):
         return simulation.counts
 
     def test_random_daemon(self):
+        self.random_daemon(False)
+
+    def test_random_daemon_with_overlap(self):
+        self.random_daemon(True)
+
+    def random_daemon(self, overlap):
         held = chunks = 0
         for seed in range(int(os.environ.get("XPOOL_KV_HISTORIES", "6"))):
-            counts = self.history(seed, 300, (0.1, 0.5, 0.9)[seed % 3], ("mha", "mla")[seed % 2])
+            counts = self.history(seed, 300, (0.1, 0.5, 0.9)[seed % 3], ("mha", "mla")[seed % 2], overlap)
             held += counts.held
             chunks += counts.chunks_held
         self.assertGreater(held, 0, "no decode ever waited")
@@ -551,11 +588,24 @@ class Arguments(unittest.TestCase):
                 plugin._check_arguments(wrong, True)
 
     def test_on_a_gpu_nobody_looks_at_free_memory(self):
-        self.assertEqual(plugin._profile(lambda runner, before: before, None, 5), 5)
-        with mock.patch.object(plugin, "_kv", Range(BUNDLE)):
-            self.assertEqual(plugin._profile(lambda runner, before: before, None, 5), 5)
-        with mock.patch.object(Range, "padding", 8), mock.patch.object(plugin, "_kv", Range(BUNDLE)):
-            self.assertEqual(plugin._profile(None, None, 5), SLOTS * (LAYERS * ROW + 8))
+        runner = types.SimpleNamespace(server_args=types.SimpleNamespace(max_total_tokens=100))
+
+        def profile(device, kv):
+            rank = types.SimpleNamespace(device=device)
+            with (
+                mock.patch.object(plugin.ops, "attached", lambda: rank),
+                mock.patch.object(plugin, "_kv", kv),
+                mock.patch.object(plugin, "_token_bytes", lambda runner: 7),
+            ):
+                return plugin._profile(lambda runner, before: before, runner, 5)
+
+        self.assertEqual(profile(None, None), 5)
+        self.assertEqual(profile(None, Range(BUNDLE)), 5)
+        self.assertEqual(profile(0, None), 700)
+        with mock.patch.object(Range, "padding", 8):
+            self.assertEqual(profile(0, Range(BUNDLE)), SLOTS * (LAYERS * ROW + 8))
+        runner.server_args.max_total_tokens = None
+        self.assertEqual(profile(0, None), 5)
 
     def test_the_capacity_is_the_range(self):
         runner = types.SimpleNamespace(server_args=types.SimpleNamespace(max_total_tokens=None))

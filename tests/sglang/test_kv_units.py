@@ -14,7 +14,7 @@ import types
 import unittest
 from unittest import mock
 
-from kv_model import BUNDLE, DIM, HEADS, LAYERS, ROW, SLOTS, V_DIM, Range, make_pool
+from kv_model import BUNDLE, DEVICE, DIM, HEADS, LAYERS, ROW, SLOTS, V_DIM, WHERE, MadeRange, Range, make_pool
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -39,7 +39,7 @@ class Request:
         self.new = new
         self.extra_key, self.priority = None, 0
         self.req_pool_idx = self.last_node = None
-        self.prefix_indices = torch.empty(0, dtype=torch.int64)
+        self.prefix_indices = torch.empty(0, dtype=torch.int64, device=DEVICE)
         self.cache_protected_len = self.kv_committed_len = self.kv_allocated_len = 0
         self.inflight_middle_chunks = 0
 
@@ -61,12 +61,12 @@ class Engine:
     """The simple model: what SGLang does with its caches in the course of requests."""
 
     def __init__(self, mapped, cached=True, kind="mha"):
-        self.kv = Range(mapped, LAYERS * (ROW if kind == "mha" else 14 * 4))
+        self.kv = MadeRange(mapped, LAYERS * (ROW if kind == "mha" else 14 * 4))
         kv_pool.Allocator.first_limit = mapped
         self.pool = make_pool(self.kv, kind)
-        self.allocator = kv_pool.Allocator(SLOTS - 1, torch.float32, "cpu", self.pool, False)
+        self.allocator = kv_pool.Allocator(SLOTS - 1, torch.float32, DEVICE, self.pool, False)
         kv_pool.Allocator.first_limit = None
-        self.table = ReqToTokenPool(16, CONTEXT, "cpu", False)
+        self.table = ReqToTokenPool(16, CONTEXT, DEVICE, False)
         params = CacheInitParams(
             disable=not cached,
             req_to_token_pool=self.table,
@@ -84,7 +84,7 @@ class Engine:
         for token in tokens:
             mark = (mark * 1000003 + token * 7919 + 12345) % (1 << 20)
             marks.append(float(mark))
-        return torch.tensor(marks)
+        return torch.tensor(marks, device=DEVICE)
 
     def write(self, slots, values):
         for layer in range(LAYERS):
@@ -263,6 +263,7 @@ class Histories(unittest.TestCase):
         for seed in range(2):
             history(100 + seed, True, "mla", self.STEPS)
 
+    @unittest.skipUnless(WHERE == "cpu", "they are anyway")
     def test_padded_views_as_on_a_gpu(self):
         with mock.patch.object(Range, "padding", 8), mock.patch.object(kv_pool.MhaPool, "MOVED_BYTES", 3000):
             for kind in ("mha", "mla"):
@@ -350,6 +351,7 @@ class Emptying(unittest.TestCase):
         engine.check()
 
 
+@unittest.skipUnless(WHERE == "cpu", "of the CPU's range")
 class Pools(unittest.TestCase):
     def test_strides(self):
         kv = Range(SLOTS)

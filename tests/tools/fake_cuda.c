@@ -25,11 +25,13 @@
 #undef fake_cuInit
 #undef fake_cuDeviceGetAttribute
 
+#include "stage/courier.h"
 #include "stage/table.h"
 
 #define NAMES_MAX 256
 
-static cuda_stream_t scheduler_stream, relay_stream;
+static cuda_stream_t scheduler_stream, relay_stream, courier_stream;
+static stage_courier_table_t *courier;
 static stage_table_t *table;
 static transport_resident_t *relay; /* the AtnAgent's resident kernel */
 
@@ -57,6 +59,13 @@ static void run_scheduler(const fake_launch_t *launch)
 static void run_post(const fake_launch_t *launch)
 {
     PROTOCOL_STORE_RELEASE((uint32_t *)address(launch), word(launch, 1));
+    for (uint32_t i = 0; courier && i < FABRIC_MAX_INSTANCES; i++)
+        if (address(launch) == &courier->unit[i].wanted)
+            PROTOCOL_STORE_RELEASE(&courier->unit[i].now, word(launch, 1));
+}
+static void run_courier(const fake_launch_t *launch)
+{
+    courier = address(launch);
 }
 /* An order to the AtnAgent's resident kernel is answered at once. */
 static void run_transport_post(const fake_launch_t *launch)
@@ -131,6 +140,8 @@ static const fake_kernel_t known[] = {
     {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
     {"stage_close", run_close, {8, 4}},
     {"stage_relay", run_relay, {8, 8, 8}},
+    {"stage_relay_nvshmem", run_relay, {8, 8, 8}},
+    {"stage_courier", run_courier, {8, 8}},
     {"transport_post", run_transport_post, {8, 4}},
     {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
     {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
@@ -144,6 +155,8 @@ static bool is_busy(cuda_stream_t stream)
 {
     if (relay && stream == relay_stream)
         return !PROTOCOL_LOAD_ACQUIRE(&relay->stop);
+    if (courier && stream == courier_stream)
+        return !PROTOCOL_LOAD_ACQUIRE(&courier->stop);
     if (!table || stream != scheduler_stream || PROTOCOL_LOAD_ACQUIRE(&table->stop))
         return false;
     if (!PROTOCOL_LOAD_ACQUIRE(&table->shutdown))
@@ -254,6 +267,8 @@ static int fake_cuLaunchKernel(cuda_function_t function, unsigned gx, unsigned g
         scheduler_stream = stream;
     if (((const fake_kernel_t *)function)->run == run_relay)
         relay_stream = stream;
+    if (((const fake_kernel_t *)function)->run == run_courier)
+        courier_stream = stream;
     return base_cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra);
 }
 

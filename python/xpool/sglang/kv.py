@@ -7,6 +7,9 @@
     a decode without room       waits likewise; SGLang would retract requests, and end the last one
     idle                        the check for leaks knows what is lent out
 
+Where steps overlap (GPUs), one is under way while the next is prepared. What moves tokens, ends or retracts
+requests then waits until none is: for one round none is begun, and the one under way is taken to its end.
+
 A step is one round of the scheduler's loop. Ranks of one group are in step, since each round begins with
 a broadcast from rank 0; what rank 0 alone knows (a grow that all have mapped, the ceiling of now, up to
 where it may admit, that patience is at an end) travels in it.
@@ -33,14 +36,13 @@ _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 # Where an elastic KV Cache and SGLang's arguments do not go together.
 _REFUSED = (
     ("page_size", (1,), "its slots are moved one by one"),
-    ("disable_overlap_schedule", (True,), "memory changes hands between steps that do not overlap"),
     ("enable_hierarchical_cache", (False,), "it copies layers that are contiguous"),
     ("enable_lmcache", (False,), "it copies layers that are contiguous"),
     ("enable_streaming_session", (False,), "a session would hold memory while nothing runs"),
     ("radix_cache_backend", (None, ""), "only SGLang's own prefix cache is known"),
     ("disaggregation_decode_enable_radix_cache", (False,), "prefill and decode stay in one Instance"),
 )
-# On a GPU too.
+_REFUSED_ON_CPU = (("disable_overlap_schedule", (True,), "steps do not overlap there"),)
 _REFUSED_ON_GPU = (
     ("attention_backend", ("triton",), "its layers are strided, which other backends do not expect"),
     ("decode_attention_backend", (None, "triton"), "its layers are strided"),
@@ -71,6 +73,8 @@ class Elastic:
         self.step = 0
         info = self.kv.info()
         self.word = Word(info.ceiling_tokens, info.admit_tokens, False, 0, False)
+        self.pending = None  # a command to shrink that waits until no step is under way
+        self.pause = False  # no step is begun in this round
         self.owed = None  # slots that stay, of a release that the device was not ready for
         self.grown = None  # a grow that rank 0 has yet to tell
         self.told = None  # the last Word that it told
@@ -92,20 +96,21 @@ class Elastic:
         self.word = word
         if word.grow:
             self._grow(word.grow, word.trim)
+        self.pause = False
         if self.owed is not None:
             self._release(self.owed)
-        command = self.kv.poll(self.step, self.room.needed()) if self.owed is None else None
+        command = self.kv.poll(self.step, self.room.needed()) if self.owed is self.pending is None else None
         if command is None:
             self._shrink_further()
         elif command.kind == kvs.SHRINK:
-            if command.trim:
-                self.room.trim()
-            self.goal = command.tokens
-            self._shrink()
+            self.pending = command
         elif self.group_ranks > 1:
             self.grown = command
         else:
             self._grow(command.tokens, command.trim)
+        if self.pending is not None and self._quiet():
+            self._shrink_to(self.pending)
+            self.pending = None
         if self.kv.leader:
             self.report()
 
@@ -144,13 +149,36 @@ class Elastic:
             stream.wait_stream(forward)
         return stream.cuda_stream
 
+    def under_way(self):
+        """Whether a step runs whose result the scheduler has yet to take."""
+        queue = getattr(self.scheduler, "result_queue", ())
+        return any(not batch.forward_mode.is_idle() for batch, _ in queue)
+
+    def _quiet(self):
+        """Whether no step is under way; else none is begun in this round, so that none is in the next."""
+        self.pause = self.under_way()
+        return not self.pause
+
+    def _shrink_to(self, command):
+        if command.trim:
+            self.room.trim()
+        self.goal = command.tokens
+        self._shrink()
+
     def _shrink(self):
         self._release(self.room.shrink(self.goal))
         self.left = self._state()
 
     def _shrink_further(self):
         """Live requests had more than the goal; they may have left some, or left it to the prefix cache."""
-        if self.room.mapped > self.goal and self._state() != self.left:
+        if self.pending is not None or self.room.mapped <= self.goal or self._state() == self.left:
+            return
+        if self.under_way():
+            # What decodes takes does not interrupt it; the daemon asks again, should that hide what others left.
+            used, cached = self._state()
+            if self.left is not None and used - cached >= self.left[0] - self.left[1] and cached <= self.left[1]:
+                return
+        if self._quiet():
             self._shrink()
 
     def _state(self):
@@ -168,6 +196,8 @@ class Elastic:
     def next_prefill(self, original):
         scheduler = self.scheduler
         waiting = scheduler.waiting_queue
+        if self.pause:
+            return None
         if self.prefill and not any(request is self.prefill.request for request in waiting):
             self.prefill = None
         chunked = scheduler.chunked_req
@@ -264,7 +294,11 @@ class Elastic:
         batch.filter_batch(v1_spec_info_filtered=True)
         if len(batch.reqs) < before:
             batch.batch_is_full = False
+        if self.pause:
+            return self._put_aside(batch)
         if self.can_grow() and not self._has_room(batch):
+            if self.under_way():
+                return self._hold(batch)
             self._drop_aborted(batch)
             if self.word.retract and not self._has_room(batch):
                 self._retract(batch)
@@ -278,12 +312,16 @@ class Elastic:
         return batch.is_empty() or batch.check_decode_mem()
 
     def _hold(self, batch):
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-
         self.decode_since = self.decode_since or self.clock()
         free = self.room.allocator.available_size()
         wanted = max(batch.new_tokens_required_next_decode() - free, 1)
         self._want_live(self.room.allocator.limit + wanted)
+        return self._put_aside(batch)
+
+    def _put_aside(self, batch):
+        """SGLang sees no decode in this round."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
         self.held = batch
         return ScheduleBatch(reqs=[], batch_is_full=batch.batch_is_full)
 
@@ -361,7 +399,7 @@ class Elastic:
         if batch and not batch.forward_mode.is_idle():
             self.last_step_ns = self.clock()
         else:
-            if self.decode is not None:
+            if self.decode is not None and not self.under_way():
                 self.retract_chunked()
             if not self.scheduler.is_fully_idle():
                 # Nothing runs, so no answer shows that the scheduler is well.
@@ -401,7 +439,7 @@ class Elastic:
 
 
 def _check_arguments(arguments, gpu=False):
-    for name, allowed, reason in _REFUSED + (_REFUSED_ON_GPU if gpu else ()):
+    for name, allowed, reason in _REFUSED + (_REFUSED_ON_GPU if gpu else _REFUSED_ON_CPU):
         value = getattr(arguments, name)
         if value not in allowed:
             raise XpoolError(
@@ -413,13 +451,10 @@ def _check_arguments(arguments, gpu=False):
 def _open(runner):
     """The range for this rank, or None when the daemon keeps no account of it."""
     global _kv
-    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-
     from xpool.sglang import kv_pool
 
-    token_bytes = DefaultPoolConfigurator(runner)._cell_size
     try:
-        kv = kvs.Kv(ops.attached(), token_bytes)
+        kv = kvs.Kv(ops.attached(), _token_bytes(runner))
     except XpoolError as error:
         if error.status != kvs.UNSUPPORTED:
             raise
@@ -451,11 +486,20 @@ def _constraints(original, runner, capacity):
 
 
 def _profile(original, runner, *arguments, **options):
-    """What SGLang believes to have for its pool: the range. What is free at this moment says nothing where
-    others start beside it, so nobody looks."""
-    if _kv is None or _kv.device < 0:
+    """What SGLang believes to have for its pool on a GPU: the range, or the share that the plan gives it. What
+    is free at this moment says nothing where others start beside it, so nobody looks."""
+    rank, most = ops.attached(), runner.server_args.max_total_tokens
+    if rank is None or rank.device is None or (_kv is None and most is None):
         return original(runner, *arguments, **options)
-    return _kv.reserved_tokens * _kv.token_bytes
+    if _kv is not None:
+        return _kv.reserved_tokens * _kv.token_bytes
+    return most * _token_bytes(runner)
+
+
+def _token_bytes(runner):
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    return DefaultPoolConfigurator(runner)._cell_size
 
 
 def mapped_bytes():

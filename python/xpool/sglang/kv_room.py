@@ -17,14 +17,14 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 log = logging.getLogger("xpool")
 
 
-def _with_slots(nodes, first):
-    """Those of `nodes` that have a slot from `first` on; one answer of the device for all of them."""
+def _beginnings(nodes, first):
+    """Where in each node the first slot from `first` on lies, None where there is none: one answer of the
+    device for all of them."""
     if not nodes:
         return []
-    slots = torch.cat([node.value for node in nodes])
-    ends = torch.tensor([len(node.value) for node in nodes]).cumsum(0).to(slots.device)
-    over = (slots >= first).cumsum(0)[ends - 1].tolist()
-    return [node for node, so_far, before in zip(nodes, over, [0, *over], strict=False) if so_far > before]
+    over = (torch.cat([node.value for node in nodes]) >= first).cpu()
+    parts = over.split([len(node.value) for node in nodes])
+    return [int(part.to(torch.uint8).argmax()) if bool(part.any()) else None for part in parts]
 
 
 class Room:
@@ -96,7 +96,7 @@ class Room:
         nodes = [] if root is None else list(root.children.values())
         for node in nodes:
             nodes += node.children.values()
-        return _with_slots(nodes, first)
+        return [node for node, at in zip(nodes, _beginnings(nodes, first), strict=True) if at is not None]
 
     def _rows(self):
         """(request, its row of the table, as far as it is used)."""
@@ -119,18 +119,20 @@ class Room:
         """Evicts what only the cache holds from slot `first` on, leaf by leaf. A leaf that lies there in
         part keeps what is in front of that."""
         tree = self.tree
-        leaves = _with_slots(list(getattr(tree, "evictable_leaves", ())), first)
+        leaves = list(getattr(tree, "evictable_leaves", ()))
+        leaves = [one for one in zip(leaves, _beginnings(leaves, first), strict=True) if one[1] is not None]
         while leaves:
-            leaf = leaves.pop()
-            kept = int((leaf.value >= first).nonzero()[0])
+            leaf, kept = leaves.pop()
             if kept > 0:
                 tree._split_node(leaf.key, leaf, kept)
             parent = leaf.parent
             self.allocator.free(leaf.value)
             tree._delete_leaf(leaf)
             tree._record_remove_event(leaf)
-            if parent in tree.evictable_leaves and bool((parent.value >= first).any()):
-                leaves.append(parent)
+            if kept == 0 and parent in tree.evictable_leaves:
+                (kept,) = _beginnings([parent], first)
+                if kept is not None:
+                    leaves.append((parent, kept))
 
     def _move(self, held):
         """Moves the tokens in slots `held`, which are withdrawn, to the lowest free ones."""

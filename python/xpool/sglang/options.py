@@ -137,8 +137,8 @@ def deployment(arguments):
         from xpool.sglang import cuda
 
         cuda.check_arguments(arguments, info, dp)
-    if arguments.device == "cpu" or info.kv_elastic:
-        # KV memory changes hands between steps; on a CPU they do not overlap anyway.
+    if arguments.device == "cpu":
+        # Steps do not overlap there anyway, and KV memory changes hands between them.
         arguments.disable_overlap_schedule = True
     # SGLang has divided the chunk by the DP size already, the number of requests not yet.
     _most("--max-running-requests", arguments.max_running_requests // dp, info.decode_rows, "decode_rows")

@@ -134,15 +134,24 @@ PROTOCOL_FUNCTION int ffn_cuda_lease_look(const ffn_cuda_dispatch_t *dispatch,
     return lease % 2 == 1 && !poster->left;
 }
 
-/* Posts the filled Lane to the resident kernel. `ticket` is its answer's; `word` gets `value` when
- * the rows are written (one consumer), or is NULL. 0: refused; nothing was posted, the host ring
- * takes it. The queue is never full: it has more entries than there are Lanes, so an entry holds
- * the command of the round before, and needs no look. acq_rel: pairs with the kernel's acquire of
- * the entry; a kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into the entry it waits for, so exactly
- * one of the two happens. */
-PROTOCOL_FUNCTION int ffn_cuda_command_post(const ffn_cuda_dispatch_t *dispatch,
-                                            ffn_cuda_poster_t *poster, uint32_t lane,
-                                            uint64_t ticket, uint64_t *word, uint64_t value)
+/* What a Lane's per-Invocation fields are. */
+typedef struct ffn_cuda_invocation {
+    uint32_t layer, rows;
+    const void *input;
+    void *output;
+    float *partial;
+} ffn_cuda_invocation_t;
+
+/* Posts the filled Lane, whose fields are also in `given`, to the resident kernel. `ticket` is its
+ * answer's; `word` gets `value` when the rows are written (one consumer), or is NULL. 0: refused;
+ * nothing was posted, the host ring takes it. The queue is never full: it has more entries than
+ * there are Lanes, so an entry holds the command of the round before, and needs no look. acq_rel:
+ * pairs with the kernel's acquire of the entry; a kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into
+ * the entry it waits for, so exactly one of the two happens. */
+PROTOCOL_FUNCTION int ffn_cuda_invocation_post(const ffn_cuda_dispatch_t *dispatch,
+                                               ffn_cuda_poster_t *poster, uint32_t lane,
+                                               const ffn_cuda_invocation_t *given, uint64_t ticket,
+                                               uint64_t *word, uint64_t value)
 {
     const ffn_cuda_dispatch_lane_t *own = &dispatch->lanes[lane];
     const uint64_t next = poster->commands + 1;
@@ -157,12 +166,34 @@ PROTOCOL_FUNCTION int ffn_cuda_command_post(const ffn_cuda_dispatch_t *dispatch,
     entry->done = own->done;
     entry->done_value = ticket;
     entry->about = own->answer;
+    entry->layers = dispatch->layers;
+    entry->input = given->input;
+    entry->output = given->output;
+    entry->partial = given->partial;
+    entry->layer = given->layer;
+    entry->rows = given->rows;
+    entry->lane_number = lane;
     if (PROTOCOL_CAS_NEAR(&entry->sequence, &before, next)) {
         poster->commands = next;
         return 1;
     }
     poster->left = 1;
     return 0;
+}
+
+/* The same with the fields as they are in the Lane. */
+PROTOCOL_FUNCTION int ffn_cuda_command_post(const ffn_cuda_dispatch_t *dispatch,
+                                            ffn_cuda_poster_t *poster, uint32_t lane,
+                                            uint64_t ticket, uint64_t *word, uint64_t value)
+{
+    const ffn_cuda_lane_t *filled = dispatch->lanes[lane].lane;
+    ffn_cuda_invocation_t given;
+    given.layer = filled->layer;
+    given.rows = filled->rows;
+    given.input = filled->input;
+    given.output = filled->output;
+    given.partial = filled->partial;
+    return ffn_cuda_invocation_post(dispatch, poster, lane, &given, ticket, word, value);
 }
 
 /* Posts the filled Lane to the host. release: pairs with the host's acquire of the sequence. */

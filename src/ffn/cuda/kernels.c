@@ -11,16 +11,12 @@
 CUDA_IMAGE_DECLARE(ffn_decode);
 CUDA_IMAGE_DECLARE(ffn_bulk);
 CUDA_IMAGE_DECLARE(ffn_grouped);
-CUDA_IMAGE_DECLARE(ffn_stream);
 
 #define KERNELS_CAPABILITY 90
 #define KERNELS_ALIGNMENT  256u
-/* Times the equal share; the kernels reckon with DECODE_SHARE_MOST. */
-#define KERNELS_SHARE_MOST 1.11
+#define KERNELS_SHARE_MOST 1.11 /* times the equal share */
 
 static const char *const kernels_names[FFN_KERNEL_COUNT] = {
-    [FFN_KERNEL_DECODE] = "ffn_decode",
-    [FFN_KERNEL_RESIDENT] = "ffn_decode_resident",
     [FFN_KERNEL_BULK_BEGIN] = "ffn_bulk_begin",
     [FFN_KERNEL_BULK_ROUTE] = "ffn_bulk_route",
     [FFN_KERNEL_BULK_PLAN] = "ffn_bulk_plan",
@@ -32,18 +28,18 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_DOWN_BF16] = "ffn_grouped_down_bf16",
     [FFN_KERNEL_GATE_F16] = "ffn_grouped_gate_f16",
     [FFN_KERNEL_DOWN_F16] = "ffn_grouped_down_f16",
-#define STREAM_NAME(number, warps, tiles, bytes, depth)                                            \
-    [FFN_KERNEL_STREAM + number] = "ffn_stream_" #number,
-    STREAM_VARIANTS(STREAM_NAME)};
+#define DECODE_NAME(number, warps, tiles, bytes, depth)                                            \
+    [FFN_KERNEL_DECODE + number] = "ffn_decode_" #number,
+    DECODE_VARIANTS(DECODE_NAME)};
 
-typedef struct kernels_stream {
+typedef struct kernels_decode {
     uint32_t threads, shared_bytes;
-} kernels_stream_t;
+} kernels_decode_t;
 
-static const kernels_stream_t kernels_stream[STREAM_VARIANT_COUNT] = {
-#define STREAM_SIZES(number, warps, tiles, bytes, depth)                                           \
-    {(warps)*32u, STREAM_SHARED_BYTES(warps, tiles, bytes, depth)},
-    STREAM_VARIANTS(STREAM_SIZES)};
+static const kernels_decode_t kernels_decode[DECODE_VARIANT_COUNT] = {
+#define DECODE_SIZES(number, warps, tiles, bytes, depth)                                           \
+    {(warps)*32u, DECODE_SHARED_BYTES(warps, tiles, bytes, depth)},
+    DECODE_VARIANTS(DECODE_SIZES)};
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
 {
@@ -53,16 +49,16 @@ static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t wh
 
 static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
 {
-    static const uint32_t cooperative[] = {FFN_KERNEL_DECODE, FFN_KERNEL_RESIDENT};
-    const cuda_device_t *device = kernels->device;
-    for (uint32_t i = 0; i < 2; i++) {
+    for (uint32_t i = 0; i < DECODE_VARIANT_COUNT; i++) {
+        const cuda_device_t *device = kernels->device;
+        const uint32_t which = FFN_KERNEL_DECODE + i, bytes = kernels_decode[i].shared_bytes;
         int fit;
-        XP_TRY(kernels_shared(kernels, cooperative[i], DECODE_SHARED_BYTES));
+        XP_TRY(kernels_shared(kernels, which, bytes));
         XP_TRY(CUDA_CALL(device->driver, cuOccupancyMaxActiveBlocksPerMultiprocessor, &fit,
-                         kernels->function[cooperative[i]], DECODE_THREADS, DECODE_SHARED_BYTES));
+                         kernels->function[which], (int)kernels_decode[i].threads, bytes));
         if (fit < 1)
             return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) does not take a block of %s",
-                           device->ordinal, device->info.name, kernels_names[cooperative[i]]);
+                           device->ordinal, device->info.name, kernels_names[which]);
     }
     XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
@@ -92,17 +88,16 @@ xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
                        device->ordinal, multiprocessors);
     loaded.blocks = blocks ? blocks : multiprocessors;
     XP_TRY_GOTO(status, failed,
-                cuda_module_load(device, &cuda_image_ffn_decode, kernels_names,
-                                 FFN_KERNEL_BULK_BEGIN, &loaded.decode, loaded.function));
+                cuda_module_load(device, &cuda_image_ffn_decode, kernels_names + FFN_KERNEL_DECODE,
+                                 DECODE_VARIANT_COUNT, &loaded.decode,
+                                 loaded.function + FFN_KERNEL_DECODE));
     XP_TRY_GOTO(status, failed,
-                cuda_module_load(device, &cuda_image_ffn_bulk,
-                                 kernels_names + FFN_KERNEL_BULK_BEGIN,
-                                 FFN_KERNEL_GATE_BF16 - FFN_KERNEL_BULK_BEGIN, &loaded.bulk,
-                                 loaded.function + FFN_KERNEL_BULK_BEGIN));
+                cuda_module_load(device, &cuda_image_ffn_bulk, kernels_names, FFN_KERNEL_GATE_BF16,
+                                 &loaded.bulk, loaded.function));
     XP_TRY_GOTO(status, failed,
                 cuda_module_load(device, &cuda_image_ffn_grouped,
                                  kernels_names + FFN_KERNEL_GATE_BF16,
-                                 FFN_KERNEL_STREAM - FFN_KERNEL_GATE_BF16, &loaded.grouped,
+                                 FFN_KERNEL_DECODE - FFN_KERNEL_GATE_BF16, &loaded.grouped,
                                  loaded.function + FFN_KERNEL_GATE_BF16));
     XP_TRY_GOTO(status, failed, kernels_prepare(&loaded));
     *kernels_out = loaded;
@@ -114,34 +109,15 @@ failed:
 
 xp_status_t ffn_cuda_kernels_choose(ffn_cuda_kernels_t *kernels, uint32_t variant)
 {
-    const cuda_device_t *device = kernels->device;
-    if (variant > STREAM_VARIANT_COUNT)
+    if (variant >= DECODE_VARIANT_COUNT)
         return xp_fail(XP_INVALID, "decode variant %u; there are %u", variant,
-                       STREAM_VARIANT_COUNT);
-    if (variant && !kernels->stream.handle) {
-        XP_TRY(cuda_module_load(device, &cuda_image_ffn_stream, kernels_names + FFN_KERNEL_STREAM,
-                                STREAM_VARIANT_COUNT, &kernels->stream,
-                                kernels->function + FFN_KERNEL_STREAM));
-        for (uint32_t i = 0; i < STREAM_VARIANT_COUNT; i++) {
-            const kernels_stream_t *stream = &kernels_stream[i];
-            int fit;
-            XP_TRY(kernels_shared(kernels, FFN_KERNEL_STREAM + i, stream->shared_bytes));
-            XP_TRY(CUDA_CALL(device->driver, cuOccupancyMaxActiveBlocksPerMultiprocessor, &fit,
-                             kernels->function[FFN_KERNEL_STREAM + i], (int)stream->threads,
-                             stream->shared_bytes));
-            if (fit < 1)
-                return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) does not take a block of %s",
-                               device->ordinal, device->info.name,
-                               kernels_names[FFN_KERNEL_STREAM + i]);
-        }
-    }
-    kernels->stream_variant = variant;
+                       DECODE_VARIANT_COUNT);
+    kernels->variant = variant;
     return XP_OK;
 }
 
 void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels)
 {
-    cuda_module_unload(&kernels->stream);
     cuda_module_unload(&kernels->grouped);
     cuda_module_unload(&kernels->bulk);
     cuda_module_unload(&kernels->decode);
@@ -244,7 +220,7 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
     const uint64_t decode = FFN_CUDA_DECODE_ROWS, rows = limits->bulk_rows;
     const uint64_t pairs = rows * limits->top_k;
     w->meeting = kernels_take(&carve, sizeof(ffn_cuda_meeting_t));
-    w->logits = kernels_take(&carve, decode * limits->experts * sizeof(float));
+    w->logits = kernels_take(&carve, decode * limits->experts * sizeof(w->logits[0]));
     w->decode_pitch = limits->decode_elements;
     w->shares = kernels_take(&carve, 2 * sizeof(w->shares[0]));
     w->cycles = kernels_take(&carve, 2 * sizeof(w->cycles[0]));
@@ -290,39 +266,27 @@ static xp_status_t kernels_launch(const ffn_cuda_kernels_t *kernels, uint32_t wh
                      1, threads, 1, 1, shared_bytes, stream, parameters, NULL);
 }
 
-static xp_status_t kernels_stream_launch(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
+static xp_status_t kernels_decode_launch(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
                                          cuda_address_t queue, uint32_t look_ahead,
                                          cuda_stream_t stream)
 {
-    const uint32_t which = kernels->stream_variant - 1;
+    const kernels_decode_t *sizes = &kernels_decode[kernels->variant];
     void *parameters[] = {&lane, &queue, &look_ahead};
     return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
-                     kernels->function[FFN_KERNEL_STREAM + which], kernels->blocks, 1, 1,
-                     kernels_stream[which].threads, 1, 1, kernels_stream[which].shared_bytes,
-                     stream, parameters);
+                     kernels->function[FFN_KERNEL_DECODE + kernels->variant], kernels->blocks, 1, 1,
+                     sizes->threads, 1, 1, sizes->shared_bytes, stream, parameters);
 }
 
 xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
                             cuda_stream_t stream)
 {
-    void *parameters[] = {&lane};
-    if (kernels->stream_variant)
-        return kernels_stream_launch(kernels, lane, 0, 0, stream);
-    return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
-                     kernels->function[FFN_KERNEL_DECODE], kernels->blocks, 1, 1, DECODE_THREADS, 1,
-                     1, DECODE_SHARED_BYTES, stream, parameters);
+    return kernels_decode_launch(kernels, lane, 0, 0, stream);
 }
 
 xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
                               bool look_ahead, cuda_stream_t stream)
 {
-    uint32_t ahead = look_ahead;
-    void *parameters[] = {&queue, &ahead};
-    if (kernels->stream_variant)
-        return kernels_stream_launch(kernels, 0, queue, ahead, stream);
-    return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
-                     kernels->function[FFN_KERNEL_RESIDENT], kernels->blocks, 1, 1, DECODE_THREADS,
-                     1, 1, DECODE_SHARED_BYTES, stream, parameters);
+    return kernels_decode_launch(kernels, 0, queue, look_ahead, stream);
 }
 
 xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,

@@ -26,6 +26,10 @@ static __device__ __forceinline__ uint64_t ptx_load_relaxed(const uint64_t *word
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
     return value;
 }
+static __device__ __forceinline__ void ptx_store_relaxed(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
 static __device__ __forceinline__ uint64_t ptx_load_acquire_system(const uint64_t *word)
 {
     uint64_t value;
@@ -114,6 +118,15 @@ static __device__ __forceinline__ void ptx_copy_sixteen(uint32_t to, const void 
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
                  "l"(from), "r"(bytes), "l"(policy)
                  : "memory");
+}
+// For small constant tables.
+static __device__ __forceinline__ void ptx_copy_eight(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+static __device__ __forceinline__ void ptx_copy_four(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 static __device__ __forceinline__ void ptx_copies_commit()
 {

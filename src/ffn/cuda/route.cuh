@@ -43,27 +43,24 @@ static __device__ __forceinline__ uint32_t route_best(uint32_t rank, uint32_t in
     return __reduce_min_sync(ROUTE_ALL, rank == top ? index : 0xffffffffu);
 }
 
-// logits [experts] in shared memory, overwritten with the scores that the choice is made by; every
-// lane calls. Lane i < top_k gets the i-th best expert and its final weight.
-// HELD: experts of a lane, so that 32 * HELD is enough.
+// score: the logits of experts lane, lane + 32, ...; every lane calls. Lane i < top_k gets the i-th best
+// expert and its final weight. HELD: experts of a lane, so that 32 * HELD is enough. scratch [experts] in
+// shared memory, used where experts are in groups.
 template <uint32_t HELD>
-static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s, float *logits,
-                                                  const float *bias, uint32_t *expert_out,
-                                                  float *weight_out)
+static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s, float (&score)[HELD],
+                                                  float *scratch, const float *bias,
+                                                  uint32_t *expert_out, float *weight_out)
 {
     const uint32_t lane = threadIdx.x % ROUTE_LANES;
     const uint32_t sigmoid = s.router;
-    float score[HELD];
-    uint32_t rank[HELD];
+    const bool grouped = s.groups > 1 && s.top_groups < s.groups;
+    uint32_t rank[HELD], expert[HELD];
     float largest = -INFINITY, sum = 0.0f;
     // A NaN is not the largest; it makes the sum a NaN, and with it all scores, as on the CPU.
 #pragma unroll
-    for (uint32_t i = 0; i < HELD; i++) {
-        const uint32_t e = i * ROUTE_LANES + lane;
-        score[i] = e < s.experts ? logits[e] : -INFINITY;
-        if (e < s.experts && score[i] > largest)
+    for (uint32_t i = 0; i < HELD; i++)
+        if (i * ROUTE_LANES + lane < s.experts && score[i] > largest)
             largest = score[i];
-    }
     if (!sigmoid) {
         for (uint32_t d = ROUTE_LANES / 2; d; d /= 2)
             largest = fmaxf(largest, __shfl_xor_sync(ROUTE_ALL, largest, d));
@@ -81,20 +78,22 @@ static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s,
     for (uint32_t i = 0; i < HELD; i++) {
         const uint32_t e = i * ROUTE_LANES + lane;
         rank[i] = ROUTE_TAKEN;
+        expert[i] = e;
         if (e < s.experts) {
             score[i] = sigmoid ? 1.0f / (1.0f + expf(-score[i])) : score[i] * scale;
             const float choice = bias ? score[i] + bias[e] : score[i];
-            logits[e] = choice;
+            if (grouped)
+                scratch[e] = choice;
             rank[i] = route_rank(choice);
         }
     }
-    __syncwarp();
-    if (s.groups > 1 && s.top_groups < s.groups) {
+    if (grouped) {
         // A lane scores a group; `kept` has a bit for each group that may be chosen from.
         const uint32_t size = s.experts / s.groups;
         uint32_t group_rank = ROUTE_TAKEN, kept = 0;
+        __syncwarp();
         if (lane < s.groups)
-            group_rank = route_rank(route_group_score(logits + lane * size, size, sigmoid));
+            group_rank = route_rank(route_group_score(scratch + lane * size, size, sigmoid));
         for (uint32_t n = 0; n < s.top_groups; n++) {
             const uint32_t best = route_best(group_rank, lane);
             kept |= 1u << best;
@@ -107,24 +106,36 @@ static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s,
                 !(kept >> (i * ROUTE_LANES + lane) / size & 1))
                 rank[i] = ROUTE_TAKEN;
     }
-    float total = 0.0f;
-    uint32_t mine = 0, taken = 0; // a bit for each of this lane's experts
-    float mine_score = 0.0f;
-    for (uint32_t n = 0; n < s.top_k; n++) {
-        uint32_t best_rank = ROUTE_TAKEN, best_index = 0xffffffffu;
-        float best_score = 0.0f;
+    // Each lane's own in their order, the best first; of equal ones the lower expert, which comes first.
 #pragma unroll
-        for (uint32_t i = 0; i < HELD; i++)
-            if (!(taken >> i & 1) && rank[i] > best_rank) {
-                best_rank = rank[i];
-                best_index = i * ROUTE_LANES + lane;
-                best_score = score[i];
+    for (uint32_t round = 0; round < HELD; round++)
+#pragma unroll
+        for (uint32_t i = round % 2; i + 1 < HELD; i += 2)
+            if (rank[i + 1] > rank[i]) {
+                const uint32_t r = rank[i], e = expert[i];
+                const float v = score[i];
+                rank[i] = rank[i + 1], expert[i] = expert[i + 1], score[i] = score[i + 1];
+                rank[i + 1] = r, expert[i + 1] = e, score[i + 1] = v;
             }
-        const uint32_t best = route_best(best_rank, best_index);
-        // The warp's best is its holder's best, whose score is at hand there.
-        const float value = __shfl_sync(ROUTE_ALL, best_score, best % ROUTE_LANES);
-        if (best % ROUTE_LANES == lane)
-            taken |= 1u << best / ROUTE_LANES;
+    float total = 0.0f, mine_score = 0.0f;
+    uint32_t mine = 0;
+    for (uint32_t n = 0; n < s.top_k; n++) {
+        const uint32_t top = __reduce_max_sync(ROUTE_ALL, rank[0]);
+        uint32_t holders = __ballot_sync(ROUTE_ALL, rank[0] == top);
+        if (holders & (holders - 1)) { // equal ones: the lowest expert
+            const uint32_t lowest =
+                __reduce_min_sync(ROUTE_ALL, rank[0] == top ? expert[0] : 0xffffffffu);
+            holders = __ballot_sync(ROUTE_ALL, rank[0] == top && expert[0] == lowest);
+        }
+        const uint32_t holder = __ffs(holders) - 1;
+        const uint32_t best = __shfl_sync(ROUTE_ALL, expert[0], holder);
+        const float value = __shfl_sync(ROUTE_ALL, score[0], holder);
+        if (holder == lane) {
+#pragma unroll
+            for (uint32_t i = 0; i + 1 < HELD; i++)
+                rank[i] = rank[i + 1], expert[i] = expert[i + 1], score[i] = score[i + 1];
+            rank[HELD - 1] = ROUTE_TAKEN;
+        }
         total += value;
         if (n == lane) {
             mine = best;
@@ -137,13 +148,29 @@ static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s,
     *weight_out = mine_score * s.routed_scale;
 }
 
+// logits [experts] in shared memory, overwritten.
+template <uint32_t HELD>
+static __device__ __forceinline__ void route_loaded(const ffn_cuda_signature_t &s, float *logits,
+                                                    const float *bias, uint32_t *expert_out,
+                                                    float *weight_out)
+{
+    float score[HELD];
+#pragma unroll
+    for (uint32_t i = 0; i < HELD; i++) {
+        const uint32_t e = i * ROUTE_LANES + threadIdx.x % ROUTE_LANES;
+        score[i] = e < s.experts ? logits[e] : -INFINITY;
+    }
+    __syncwarp();
+    route_held<HELD>(s, score, logits, bias, expert_out, weight_out);
+}
+
 static __device__ __forceinline__ void route_row(const ffn_cuda_signature_t &s, float *logits,
                                                  const float *bias, uint32_t *expert_out,
                                                  float *weight_out)
 {
     if (s.experts <= 4 * ROUTE_LANES)
-        route_held<4>(s, logits, bias, expert_out, weight_out);
+        route_loaded<4>(s, logits, bias, expert_out, weight_out);
     else
-        route_held<FFN_CUDA_MAX_EXPERTS / ROUTE_LANES>(s, logits, bias, expert_out, weight_out);
+        route_loaded<FFN_CUDA_MAX_EXPERTS / ROUTE_LANES>(s, logits, bias, expert_out, weight_out);
 }
 #endif

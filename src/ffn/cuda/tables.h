@@ -100,13 +100,9 @@ typedef struct ffn_cuda_workspace {
      * done, all activations seen, down done, rows visible. Only for measuring; the resident
      * kernels. */
     uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS];
-    float *logits;            /* [rows][experts] */
+    uint64_t *logits;         /* [rows][experts]: FP32 below, the Invocation's number above */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
-    /* In which order a block reads a dense layer's gate and up; results do not depend on it. 0: a
-     * chunk of all its tiles, then the next chunk. 1, 2, 4, 8: several chunks of that many tiles
-     * at a time, so that what is read within a microsecond lies together in memory. */
-    uint32_t decode_order, decode_reserved;
     /* bulk: at most bulk_rows rows */
     uint32_t bulk_rows, max_tiles;
     uint32_t *counts;     /* [experts] pairs of each expert */
@@ -156,7 +152,14 @@ typedef struct ffn_cuda_command {
     uint64_t *done; /* word that gets done_value after `answer`, likewise, or NULL */
     uint64_t done_value;
     const struct ffn_cuda_answer *about; /* for the record (ffn/cuda/dispatch.h), or NULL */
-    uint64_t pad;
+    /* What the Lane holds too; here the kernel gets it in one read. */
+    const ffn_cuda_layer_t *layers;
+    const void *input;
+    void *output;
+    float *partial;
+    uint32_t layer, rows;
+    uint32_t lane_number; /* the Lane's among those of the queue; only makes it faster */
+    uint32_t reserved[7];
 } ffn_cuda_command_t;
 
 /* What one Invocation was. */

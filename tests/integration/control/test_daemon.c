@@ -18,12 +18,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/memfd.h"
 #include "control/client.h"
 #include "control/daemon.h"
 #include "control/planner.h"
@@ -91,6 +93,11 @@ static int setup(void **state)
 static int setup_short(void **state)
 {
     return setup_with(state, "drain = 1.0\nstop = 1.0\nstartup = 1.0\nregistration = 1.5");
+}
+
+static int setup_reform(void **state)
+{
+    return setup_with(state, "drain = 1.0\nstop = 1.0\nreform = 3.0");
 }
 
 static int teardown(void **state)
@@ -355,6 +362,213 @@ static void verdicts_come_apart(void **state)
     close(ffn);
 }
 
+/* ---- from one Generation to the next ----------------------------------------------------------
+ */
+
+typedef struct served {
+    int socket;
+    transport_client_t *client;
+    uint64_t lease;
+} served_t;
+
+/* The Instance of model m, up to READY. */
+static served_t serve(fixture_t *f, int atn)
+{
+    served_t self = {.socket = say_hello(f, xpw_Role_ROLE_INSTANCE, "m")};
+    xpw_Admitted admitted = expect(self.socket, xpw_Envelope_admitted_tag, NULL).body.admitted;
+    assert_true(admitted.pause_ns == 3 * XP_NS_PER_S);
+    transport_geometry_t geometry = {.hidden = admitted.hidden,
+                                     .max_rows = admitted.max_rows,
+                                     .dtype = XP_DTYPE_F32,
+                                     .dp_size = 1};
+    assert_int_equal(transport_client_create(&geometry, 0, &self.client), XP_OK);
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_offer_tag};
+    envelope.body.arena_offer.hidden = geometry.hidden;
+    envelope.body.arena_offer.max_rows = geometry.max_rows;
+    envelope.body.arena_offer.dtype = XP_DTYPE_F32;
+    int arena = transport_client_fd(self.client);
+    assert_int_equal(wire_send(self.socket, &envelope, &arena, 1), XP_OK);
+    self.lease = expect(atn, xpw_Envelope_arena_attach_tag, NULL).body.arena_attach.lease;
+    envelope = (xpw_Envelope){.which_body = xpw_Envelope_arena_attached_tag};
+    envelope.body.arena_attached.lease = self.lease;
+    assert_int_equal(wire_send(atn, &envelope, NULL, 0), XP_OK);
+    wire_descriptors_t fds;
+    expect(self.socket, xpw_Envelope_attached_tag, &fds);
+    assert_int_equal(transport_client_set_doorbell(self.client, fds.fds[0], 0), XP_OK);
+    wire_descriptors_close(&fds);
+    expect(self.socket, xpw_Envelope_initialize_tag, NULL);
+    envelope = (xpw_Envelope){.which_body = xpw_Envelope_initialized_tag};
+    strcpy(envelope.body.initialized.host, "127.0.0.1");
+    envelope.body.initialized.port = 9;
+    assert_int_equal(wire_send(self.socket, &envelope, NULL, 0), XP_OK);
+    for (int i = 0; i < 500 && strcmp(check(f).state, "READY") != 0; i++)
+        sleep_ms(10);
+    assert_string_equal(check(f).state, "READY");
+    return self;
+}
+
+static ino_t inode_of(int fd)
+{
+    struct stat info;
+    assert_int_equal(fstat(fd, &info), 0);
+    return info.st_ino;
+}
+
+/* Closes it, as its end would. */
+static void told_of_failure(int *socket, uint64_t generation, const char *who)
+{
+    xpw_Failure failure = expect(*socket, xpw_Envelope_failure_tag, NULL).body.failure;
+    assert_true(failure.generation == generation);
+    assert_string_equal(failure.who, who);
+    close(*socket);
+    *socket = -1;
+}
+
+static void offer_weights(int ffn, int fd, uint32_t block)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
+    envelope.body.kept_weights = (xpw_KeptWeights){
+        .block = block, .blocks = 2, .bytes = 4096, .identity = 11, .content = 22};
+    assert_int_equal(wire_send(ffn, &envelope, &fd, 1), XP_OK);
+}
+
+static void joins(int socket, uint64_t generation)
+{
+    assert_true(expect(socket, xpw_Envelope_join_tag, NULL).body.join.generation == generation);
+    simple(socket, xpw_Envelope_joined_tag);
+}
+
+static void a_request_and_the_weights_outlive_their_generation(void **state)
+{
+    fixture_t *f = *state;
+    int atn, ffn, weights[2];
+    agents(f, &atn, &ffn);
+    for (uint32_t b = 0; b < 2; b++) {
+        assert_int_equal(xp_memfd_create("weights", 4096, &weights[b]), XP_OK);
+        offer_weights(ffn, weights[b], b);
+    }
+    served_t served = serve(f, atn);
+    float row[192] = {1.5f}, out[192] = {0};
+    transport_request_t request = {.rows = 1, .layer = 2};
+    transport_tensor_t input = {row, XP_DTYPE_F32, 2, 1, 192, 192}, output = input;
+    output.data = out;
+    assert_int_equal(transport_client_put(served.client, &request, &input), XP_OK);
+
+    close(ffn);
+    told_of_failure(&atn, 1, "ffnagent cpu:1");
+    xpw_Verdict verdict = check(f);
+    assert_string_equal(verdict.state, "REGISTERING");
+    assert_true(has_reason(&verdict, "Generation 1 failed (ffnagent cpu:1"));
+    assert_true(has_reason(&verdict, "its open requests wait for the next Generation"));
+    assert_false(verdict.system_ready || verdict.serving_healthy || verdict.fabric_executable);
+    assert_int_equal(next(served.socket, NULL, 100).which_body, 0); /* it is told nothing */
+    assert_int_equal(transport_client_wait(served.client, xp_monotonic_ns()), XP_TIMEOUT);
+
+    /* One that dies before the Generation has formed leaves its place, and that is all. */
+    atn = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
+    check(f);
+    close(atn);
+    sleep_ms(50);
+    atn = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
+    ffn = say_hello(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    joins(atn, 2);
+    joins(ffn, 2);
+    wire_descriptors_t fds;
+    for (uint32_t b = 0; b < 2; b++) {
+        xpw_KeptWeights kept = expect(ffn, xpw_Envelope_kept_weights_tag, &fds).body.kept_weights;
+        assert_int_equal(fds.count, 1);
+        assert_true(inode_of(fds.fds[0]) == inode_of(weights[b]) && kept.block == b &&
+                    kept.blocks == 2 && kept.bytes == 4096 && kept.identity == 11 &&
+                    kept.content == 22);
+        wire_descriptors_close(&fds);
+    }
+    expect(ffn, xpw_Envelope_prepare_tag, NULL);
+    xpw_ArenaAttach attach = expect(atn, xpw_Envelope_arena_attach_tag, &fds).body.arena_attach;
+    assert_true(attach.lease != served.lease);
+    assert_true(inode_of(fds.fds[0]) == inode_of(transport_client_fd(served.client)));
+    transport_geometry_t geometry = {
+        .hidden = attach.hidden, .max_rows = attach.max_rows, .dtype = XP_DTYPE_F32, .dp_size = 1};
+    transport_server_t *server;
+    assert_int_equal(transport_server_create(fds.fds[0], &geometry, &server), XP_OK);
+    wire_descriptors_close(&fds);
+    xpw_Envelope attached = {.which_body = xpw_Envelope_arena_attached_tag};
+    attached.body.arena_attached.lease = attach.lease;
+    assert_int_equal(wire_send(atn, &attached, NULL, 0), XP_OK);
+    simple(ffn, xpw_Envelope_executable_tag);
+    transport_pending_t pending;
+    assert_int_equal(transport_server_poll(server, &pending), XP_OK);
+    assert_true(pending.sequence == 1 && pending.layer == 2 && pending.rows == 1);
+    ((float *)pending.output)[0] = 2 * ((const float *)pending.input)[0];
+    transport_server_complete(server, 1, XP_OK);
+    assert_int_equal(transport_client_wait(served.client, xp_monotonic_ns() + PATIENCE_NS), XP_OK);
+    assert_int_equal(transport_client_take(served.client, &output), XP_OK);
+    assert_true(out[0] == 3.0f);
+    for (int i = 0; i < 500 && !check(f).system_ready; i++)
+        sleep_ms(10);
+    verdict = check(f);
+    assert_true(verdict.system_ready);
+    assert_string_equal(verdict.state, "READY");
+    assert_int_equal(next(served.socket, NULL, 100).which_body, 0);
+
+    /* Nobody comes: at the deadline it is everybody's failure, and the arena is closed. */
+    assert_int_equal(transport_client_put(served.client, &request, &input), XP_OK);
+    close(atn);
+    told_of_failure(&ffn, 2, "atnagent cpu:0");
+    xpw_Failure last = expect(served.socket, xpw_Envelope_failure_tag, NULL).body.failure;
+    assert_true(last.generation == 3);
+    assert_non_null(strstr(last.what, "deadlines.reform"));
+    assert_int_equal(transport_client_wait(served.client, xp_monotonic_ns() + PATIENCE_NS),
+                     XP_FATAL);
+    close(served.socket);
+    assert_int_equal(exit_code(f), 1);
+    transport_server_destroy(server);
+    transport_client_destroy(served.client);
+    close(weights[0]);
+    close(weights[1]);
+}
+
+/* Each new Generation fails with the request unanswered, the last one that may after others were
+ * answered: the Instance is given up, and the rest goes on. */
+static void a_request_that_ends_generations_ends_its_instance(void **state)
+{
+    fixture_t *f = *state;
+    int atn, ffn;
+    agents(f, &atn, &ffn);
+    served_t served = serve(f, atn);
+    float row[192] = {0};
+    transport_request_t request = {.rows = 1};
+    transport_tensor_t input = {row, XP_DTYPE_F32, 2, 1, 192, 192};
+    assert_int_equal(transport_client_put(served.client, &request, &input), XP_OK);
+    for (uint64_t generation = 1; generation <= 4; generation++) {
+        close(ffn);
+        told_of_failure(&atn, generation, "ffnagent cpu:1");
+        atn = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
+        ffn = say_hello(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+        joins(atn, generation + 1);
+        joins(ffn, generation + 1);
+        expect(ffn, xpw_Envelope_prepare_tag, NULL);
+        if (generation <= 3) {
+            xpw_Envelope attached = {.which_body = xpw_Envelope_arena_attached_tag};
+            attached.body.arena_attached.lease =
+                expect(atn, xpw_Envelope_arena_attach_tag, NULL).body.arena_attach.lease;
+            assert_int_equal(wire_send(atn, &attached, NULL, 0), XP_OK);
+        }
+        simple(ffn, xpw_Envelope_executable_tag);
+        for (int i = 0; i < 500 && !check(f).fabric_executable; i++)
+            sleep_ms(10);
+    }
+    expect(served.socket, xpw_Envelope_stop_tag, NULL);
+    assert_int_equal(transport_client_wait(served.client, xp_monotonic_ns() + PATIENCE_NS),
+                     XP_CLOSED);
+    xpw_Verdict verdict = check(f);
+    assert_true(verdict.fabric_executable);
+    assert_true(has_reason(&verdict, "Generations in a row failed over its request 1"));
+    close(served.socket);
+    transport_client_destroy(served.client);
+    close(atn);
+    close(ffn);
+}
+
 static void the_first_failure_is_told_to_all_and_ends_the_daemon_with_1(void **state)
 {
     fixture_t *f = *state;
@@ -452,6 +666,10 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_refused_peer_is_heard_no_more_and_then_dropped, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(verdicts_come_apart, setup, teardown),
+        cmocka_unit_test_setup_teardown(a_request_and_the_weights_outlive_their_generation,
+                                        setup_reform, teardown),
+        cmocka_unit_test_setup_teardown(a_request_that_ends_generations_ends_its_instance,
+                                        setup_reform, teardown),
         cmocka_unit_test_setup_teardown(the_first_failure_is_told_to_all_and_ends_the_daemon_with_1,
                                         setup, teardown),
         cmocka_unit_test_setup_teardown(last_words_count_more_than_the_death, setup, teardown),

@@ -113,7 +113,7 @@ static const mistake_t mistakes[] = {
      "deadline (did you mean deadline?)"},
     {"fabric.provider = \"tcp\"\n", NULL,
      "f.toml:1:19: fabric.provider: found string \"tcp\", allowed: one of auto, shm, nvshmem, p2p, "
-     "ucx, p2p-relay"},
+     "ucx, p2p-relay, nvshmem-far"},
     {"gateway.http = \"localhost\"\n", NULL,
      "f.toml:1:16: gateway.http: found string \"localhost\", allowed: HOST:PORT, such as "
      "127.0.0.1:8000 or [::1]:8000"},

@@ -217,10 +217,15 @@ static struct fake_resident {
     uint64_t sequence;
 } fake_resident = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static void fake_run_resident(const fake_launch_t *launch)
+/* Without a queue: one Lane's layer. */
+static void fake_run_one_or_resident(const fake_launch_t *launch)
 {
+    if (!FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 1)) {
+        fake_run_decode(launch);
+        return;
+    }
     pthread_mutex_lock(&fake_resident.lock);
-    fake_resident.queue = FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 0);
+    fake_resident.queue = FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 1);
     fake_resident.sequence = 1;
     pthread_mutex_unlock(&fake_resident.lock);
 }
@@ -275,8 +280,11 @@ static bool fake_busy(cuda_stream_t stream)
 }
 
 static const fake_kernel_t fake_ffn_kernels[] = {
-    {"ffn_decode", fake_run_decode, {8}},
-    {"ffn_decode_resident", fake_run_resident, {8, 4}},
+    {"ffn_decode_0", fake_run_one_or_resident, {8, 8, 4}},
+    {"ffn_decode_1", fake_run_one_or_resident, {8, 8, 4}},
+    {"ffn_decode_2", fake_run_one_or_resident, {8, 8, 4}},
+    {"ffn_decode_3", fake_run_one_or_resident, {8, 8, 4}},
+    {"ffn_decode_4", fake_run_one_or_resident, {8, 8, 4}},
     {"ffn_bulk_begin", fake_run_nothing, {8}},
     {"ffn_bulk_route", fake_run_nothing, {8}},
     {"ffn_bulk_plan", fake_run_nothing, {8}},

@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <malloc.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 
 static fixture_t *fixture_of(model_architecture_t architecture, xp_dtype_t dtype)
@@ -58,7 +59,7 @@ static void test_ledger_and_memory(void **state)
     install.model_id = "tiny-moe";
     uint32_t files = count_open_files();
     install_ok(runtime, &install);
-    assert_int_equal(count_open_files(), files);
+    assert_int_equal(count_open_files(), files + 1); /* the shard's, for the next process */
     assert_int_equal(ffn_runtime_model_bytes(runtime, 7), bytes);
     uint64_t mapped = mapped_bytes("xpool-ffn:tiny-moe");
     assert_true(mapped > 0 && mapped <= bytes);
@@ -339,6 +340,95 @@ static void test_dummy(void **state)
     fixture_close(f);
 }
 
+static void count_refusal(void *context)
+{
+    (*(uint32_t *)context)++;
+}
+
+/* A shard that one runtime has loaded serves the next one without a byte read; another one, or one
+ * that is not whole, is noticed and loaded anew. */
+static void test_kept_weights(void **state)
+{
+    (void)state;
+    enum { ROWS = 5 };
+    fixture_t *f = fixture_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_BF16);
+    const size_t elements = (size_t)ROWS * f->spec.hidden;
+    float *in = calloc(elements, sizeof(float)), *first = calloc(elements, sizeof(float));
+    float *second = calloc(elements, sizeof(float));
+    for (size_t i = 0; i < elements; i++)
+        in[i] = (float)(i % 17) / 17.0f - 0.4f;
+    uint32_t refused = 0;
+    ffn_load_report_t report = {0};
+    ffn_weights_t kept;
+    ffn_runtime_t *runtime = runtime_make(2, 1, ROWS);
+    ffn_install_t install = install_of(f);
+    install.report = &report;
+    install.refused = count_refusal;
+    install.progress_context = &refused;
+    install.readers = 3;
+    assert_int_equal(ffn_runtime_export(runtime, install.model, &kept), XP_NOT_FOUND);
+    install_ok(runtime, &install);
+    assert_false(report.adopted);
+    assert_true(report.read == report.bytes && report.bytes > 0);
+    assert_int_equal(ffn_runtime_execute(runtime, 0, install.model, 1, ROWS, in, first), XP_OK);
+    assert_int_equal(ffn_runtime_export(runtime, install.model, &kept), XP_OK);
+    assert_true(kept.bytes == report.bytes);
+    ffn_runtime_destroy(runtime);
+
+    /* Nobody can change it. */
+    assert_ptr_equal(mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, kept.fd, 0), MAP_FAILED);
+    assert_int_equal(pwrite(kept.fd, "x", 1, 0), -1);
+
+    static const struct {
+        uint64_t content, identity;
+        uint32_t tp_size;
+        bool touched, adopted;
+    } cases[] = {
+        {.adopted = true, .tp_size = 1},
+        {.adopted = true, .tp_size = 1},
+        {.content = 1, .tp_size = 1},
+        {.identity = 1, .tp_size = 1},
+        {.tp_size = 2},
+        {.touched = true, .tp_size = 1},
+    };
+    uint32_t expected = 0;
+    for (size_t c = 0; c < sizeof(cases) / sizeof(cases[0]); c++) {
+        ffn_weights_t offered = kept;
+        offered.content ^= cases[c].content;
+        offered.identity ^= cases[c].identity;
+        install.kept = &offered;
+        install.tp_size = cases[c].tp_size;
+        if (cases[c].touched) {
+            char file[600];
+            snprintf(file, sizeof(file), "%s/model.safetensors", f->path);
+            assert_int_equal(utimensat(AT_FDCWD, file,
+                                       (const struct timespec[2]){{.tv_sec = 1}, {.tv_sec = 1}}, 0),
+                             0);
+        }
+        uint32_t files = count_open_files();
+        runtime = runtime_make(2, 1, ROWS);
+        install_ok(runtime, &install);
+        expected += !cases[c].adopted;
+        assert_int_equal(report.adopted, cases[c].adopted);
+        assert_true(report.read == (cases[c].adopted ? 0 : report.bytes));
+        assert_int_equal(refused, expected);
+        if (cases[c].tp_size == 1) {
+            memset(second, 0, elements * sizeof(float));
+            assert_int_equal(ffn_runtime_execute(runtime, 0, install.model, 1, ROWS, in, second),
+                             XP_OK);
+            assert_memory_equal(first, second, elements * sizeof(float));
+        }
+        ffn_runtime_destroy(runtime);
+        assert_int_equal(count_open_files(), files);
+    }
+    assert_int_equal(mapped_bytes("xpool-ffn:"), 0);
+    close(kept.fd);
+    free(in);
+    free(first);
+    free(second);
+    fixture_close(f);
+}
+
 static void test_bad_calls(void **state)
 {
     (void)state;
@@ -461,15 +551,11 @@ static void test_execute_allocates_nothing(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_ledger_and_memory),
-        cmocka_unit_test(test_budget),
-        cmocka_unit_test(test_broken_checkpoints),
-        cmocka_unit_test(test_file_cut_while_loading),
-        cmocka_unit_test(test_conversion),
-        cmocka_unit_test(test_dummy),
-        cmocka_unit_test(test_bad_calls),
-        cmocka_unit_test(test_lanes_together),
-        cmocka_unit_test(test_execute_allocates_nothing),
+        cmocka_unit_test(test_ledger_and_memory),  cmocka_unit_test(test_budget),
+        cmocka_unit_test(test_broken_checkpoints), cmocka_unit_test(test_file_cut_while_loading),
+        cmocka_unit_test(test_conversion),         cmocka_unit_test(test_dummy),
+        cmocka_unit_test(test_kept_weights),       cmocka_unit_test(test_bad_calls),
+        cmocka_unit_test(test_lanes_together),     cmocka_unit_test(test_execute_allocates_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

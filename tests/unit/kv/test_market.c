@@ -279,6 +279,29 @@ static void deaths_return_every_byte(void **state)
     }
 }
 
+static void silence_between_two_generations_is_none(void **state)
+{
+    begin();
+    report(0, 5, 30);
+    steps();
+    answer(0, 0); /* the other stands in a layer that nobody computes */
+    market.paused = true;
+    for (int i = 0; i < 5; i++) {
+        now += ANSWER_NS;
+        steps();
+        assert_int_equal(step.faults[0], KV_FAULT_NONE);
+    }
+    market.paused = false;
+    now += ANSWER_NS - 2 * MS;
+    steps();
+    assert_int_equal(step.faults[0], KV_FAULT_NONE);
+    steps();
+    assert_int_equal(step.faults[0], KV_FAULT_LATE);
+    now += ANSWER_NS;
+    steps();
+    assert_int_equal(step.faults[0], KV_FAULT_SILENT);
+}
+
 static void silence_is_reported_then_a_fault(void **state)
 {
     begin();
@@ -618,6 +641,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_shrink_that_stands_still_is_asked_again, fresh, done),
         cmocka_unit_test_setup_teardown(a_grant_without_memory_is_taken_back, fresh, done),
         cmocka_unit_test_setup_teardown(deaths_return_every_byte, fresh, done),
+        cmocka_unit_test_setup_teardown(silence_between_two_generations_is_none, fresh, done),
         cmocka_unit_test_setup_teardown(silence_is_reported_then_a_fault, fresh, done),
         cmocka_unit_test_setup_teardown(nonsense_is_a_fault_and_no_credit, fresh, done),
         cmocka_unit_test_setup_teardown(what_a_rank_writes_over_constants_is_nobodys_harm, fresh,

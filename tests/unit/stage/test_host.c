@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * The host objects of module stage over the fake driver: FfnAgents, clients and the relay in one
- * process. Kernels are played by the same functions that the GPU runs; resident ones take turns
- * after each launch and at each read of the host. Every driver call is failed in turn.
+ * process, also with a symmetric heap over ordinary memory. Kernels are played by the same
+ * functions that the GPU runs; resident ones take turns after each launch and at each read of the
+ * host. Every driver call is failed in turn.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -13,7 +14,10 @@
 #include "../cuda/fake_driver.h"
 #include "base/clock.h"
 #include "fabric/records.h"
+#include "heap_plugin.h"
 #include "stage/control.h"
+#include "stage/courier_host.h"
+#include "stage/heap.h"
 #include "stage/relay.h"
 #include "stage/scheduler_steps.h"
 
@@ -164,6 +168,53 @@ static void run_nothing(const fake_launch_t *launch)
 }
 
 /* ---- residents ------------------------------------------------------------------------------ */
+/* A round of the courier's block: stage/nvshmem/courier.cu. */
+static stage_courier_table_t *couriers[2];
+static uint64_t courier_last[2][STAGE_ROUTES_MAX];
+static uint64_t carried;
+static void run_courier(const fake_launch_t *launch)
+{
+    int index = couriers[0] ? 1 : 0;
+    assert_null(couriers[index]);
+    couriers[index] = pointer(launch, 0);
+    assert_int_equal(couriers[index]->magic, STAGE_COURIER_MAGIC);
+    assert_int_equal(launch->blocks, 1);
+}
+static void courier_round(int index)
+{
+    stage_courier_table_t *table = couriers[index];
+    if (table->stop) {
+        couriers[index] = NULL;
+        return;
+    }
+    for (uint32_t u = 0; u < FABRIC_MAX_INSTANCES; u++) {
+        stage_courier_unit_t *unit = &table->unit[u];
+        if (unit->wanted == unit->now)
+            continue;
+        unit->now = unit->wanted;
+        for (uint32_t r = 0; r < table->routes; r++)
+            if (table->route[r].unit == u)
+                courier_last[index][r] = 0;
+    }
+    for (uint32_t r = 0; r < table->routes; r++) {
+        const stage_route_t *route = &table->route[r];
+        if (transport_slot_state(table->unit[route->unit].now) != TRANSPORT_SLOT_ATTACHED)
+            continue;
+        uint64_t value = stage_route_due(route->word, route->kind, courier_last[index][r]);
+        if (!value)
+            continue;
+        courier_last[index][r] = value;
+        carried++;
+        if (route->kind == STAGE_ROUTE_CLOSED) {
+            *(uint32_t *)at_pe(route->to_word, route->pe) = (uint32_t)value;
+            continue;
+        }
+        memcpy(at_pe(route->to_rows, route->pe), (const void *)(uintptr_t)route->rows,
+               stage_route_bytes(route));
+        PROTOCOL_STORE_RELEASE((uint64_t *)at_pe(route->to_word, route->pe), value);
+    }
+}
+
 static stage_scheduler_t schedulers[8];
 static bool scheduling[8], still;
 static uint64_t now_ns;
@@ -241,10 +292,13 @@ static void relay_round(uint32_t index)
         relay_busy[index] = true;
         for (uint32_t left = group; left; left &= left - 1) {
             uint32_t f = fabric_group_first(left);
+            char *input =
+                heap_memory ? at_pe(own->input[f], own->pe[f]) : (char *)(uintptr_t)own->input[f];
             if (own->rank % own->tp == 0)
-                memcpy((char *)(uintptr_t)own->input[f] + before * slot->row_bytes,
-                       (char *)arena + slot->input_offset, request.rows * slot->row_bytes);
-            stage_line_t *line = (stage_line_t *)(uintptr_t)own->line[f];
+                memcpy(input + before * slot->row_bytes, (char *)arena + slot->input_offset,
+                       request.rows * slot->row_bytes);
+            stage_line_t *line = heap_memory ? at_pe(own->line[f], own->pe[f])
+                                             : (stage_line_t *)(uintptr_t)own->line[f];
             stage_line_fill(line, &request);
             stage_line_publish(line, &request);
         }
@@ -276,6 +330,9 @@ static void step(void)
             relay_round(i);
         for (int i = 0; i < 8; i++)
             scheduler_turns(i);
+        for (int i = 0; i < 2; i++)
+            if (couriers[i])
+                courier_round(i);
     }
     if (relay_table && relay_table->stop)
         relay_table = NULL;
@@ -297,6 +354,8 @@ static const fake_kernel_t kernels[] = {
     {"stage_close", run_close, {8, 4}},
     {"stage_scheduler", run_scheduler, {8, 8}},
     {"stage_relay", run_relay, {8, 8, 8}},
+    {"stage_relay_nvshmem", run_relay, {8, 8, 8}},
+    {"stage_courier", run_courier, {8, 8}},
     {"stage_relay_describe",
      run_relay_describe,
      {8, sizeof(stage_relay_slot_t), sizeof(mailbox_arena_t)}},
@@ -321,7 +380,8 @@ static stage_ffn_t *ffn[2];
 static stage_client_t *client[2];
 static stage_atn_t *atn;
 static stage_path_t path;
-static int resident[2]; /* index of their streams */
+static stage_heap_t *heaps[PES]; /* with provider nvshmem */
+static int resident[2];          /* index of their streams */
 static _Alignas(16) uint16_t in[2][ROWS * HIDDEN], out[2][ROWS * HIDDEN];
 
 static bool resident_busy(cuda_stream_t stream)
@@ -368,13 +428,17 @@ static int last_stream(void)
 
 static xp_status_t make_ffn(uint32_t f)
 {
-    stage_ffn_config_t config = {.device = &device, .plan = &plan, .ffn = f, .life = &life};
+    stage_ffn_config_t config = {
+        .device = &device, .plan = &plan, .ffn = f, .life = &life, .heap = heaps[1 + f]};
     XP_TRY(stage_ffn_create(&config, &ffn[f]));
-    resident[f] = last_stream();
+    /* The courier's is made after the scheduler's. */
+    resident[f] = last_stream() - (plan.provider == FABRIC_PROVIDER_NVSHMEM_FAR);
     return XP_OK;
 }
 static xp_status_t exchange_partials(void)
 {
+    if (heaps[0])
+        return XP_OK;
     for (uint32_t first = 0; first < 2; first++) {
         if (!(stage_reducers(&plan.instances[0]) >> first & 1))
             continue;
@@ -399,12 +463,12 @@ static xp_status_t attach_ffns(void)
     uint32_t ranks = fabric_plan_ranks(&plan.instances[0]);
     int fds[2] = {-1, -1};
     xp_status_t status = XP_OK;
-    for (uint32_t r = 0; r < ranks && status == XP_OK; r++)
+    for (uint32_t r = 0; !heaps[0] && r < ranks && status == XP_OK; r++)
         status = path == STAGE_DIRECT ? stage_client_export(client[r], &fds[r])
                                       : stage_atn_export(atn, 0, r, &fds[r]);
     for (uint32_t f = 0; f < 2 && status == XP_OK; f++)
         if (stage_members(&plan.instances[0]) >> f & 1)
-            status = stage_ffn_attach(ffn[f], 0, fds, ranks, SOON);
+            status = stage_ffn_attach(ffn[f], 0, heaps[0] ? NULL : fds, ranks, SOON);
     for (uint32_t r = 0; r < 2; r++)
         if (fds[r] >= 0)
             close(fds[r]);
@@ -412,7 +476,7 @@ static xp_status_t attach_ffns(void)
 }
 static xp_status_t open_stages(void)
 {
-    for (uint32_t f = 0; f < 2; f++) {
+    for (uint32_t f = 0; f < 2 && !heaps[0]; f++) {
         if (!(stage_members(&plan.instances[0]) >> f & 1))
             continue;
         int fd;
@@ -442,8 +506,20 @@ static xp_status_t make_clients(void)
     }
     return XP_OK;
 }
+static xp_status_t make_heaps(void)
+{
+    unsigned char id[XPOOL_NVSHMEM_ID_BYTES];
+    for (uint32_t pe = 0; fabric_provider_heap(plan.provider) && pe < PES; pe++) {
+        XP_TRY(stage_heap_wrap(&plugin, &plan, &heaps[pe]));
+        if (pe == 0)
+            XP_TRY(stage_heap_make_id(heaps[pe], id));
+        XP_TRY(stage_heap_join(heaps[pe], &device, pe, id));
+    }
+    return XP_OK;
+}
 static xp_status_t make_all(void)
 {
+    XP_TRY(make_heaps());
     for (uint32_t f = 0; f < 2; f++)
         XP_TRY(make_ffn(f));
     XP_TRY(exchange_partials());
@@ -451,7 +527,7 @@ static xp_status_t make_all(void)
         XP_TRY(stage_ffn_start(ffn[f]));
     XP_TRY(make_clients());
     if (path == STAGE_RELAY)
-        XP_TRY(stage_atn_create(&device, &plan, 0, &life, &atn));
+        XP_TRY(stage_atn_create(&device, &plan, 0, &life, heaps[0], &atn));
     XP_TRY(attach_ffns());
     XP_TRY(open_stages());
     for (uint32_t r = 0; path == STAGE_RELAY && r < fabric_plan_ranks(&plan.instances[0]); r++)
@@ -471,6 +547,24 @@ static void destroy_all(void)
         ffn[f] = NULL;
         resident[f] = 0;
     }
+    for (uint32_t pe = 0; pe < PES; pe++) {
+        stage_heap_close(heaps[pe]);
+        heaps[pe] = NULL;
+    }
+    free(heap_memory);
+    heap_memory = NULL;
+    memset(joined, 0, sizeof(joined));
+    memset(couriers, 0, sizeof(couriers));
+}
+/* The ways that rows take: 0 direct, 1 relay, 2 relay over the symmetric heap, 3 the same where no
+ * other PE's memory is mapped. After plan_make(). */
+#define WAYS 4
+static void go_by(int way)
+{
+    static const uint32_t providers[WAYS] = {FABRIC_PROVIDER_P2P, FABRIC_PROVIDER_P2P_RELAY,
+                                             FABRIC_PROVIDER_NVSHMEM, FABRIC_PROVIDER_NVSHMEM_FAR};
+    path = way ? STAGE_RELAY : STAGE_DIRECT;
+    plan.provider = providers[way];
 }
 
 static int setup(void **state)
@@ -558,12 +652,13 @@ static void pass(uint32_t layer, const uint32_t *dp_rows, bool call)
 static void test_deliveries(void **state)
 {
     static const uint32_t attention[][2] = {{1, 1}, {2, 1}, {1, 2}}, groups[] = {1, 2, 3};
-    for (int by = 0; by < 2; by++)
+    for (int by = 0; by < WAYS; by++)
         for (uint32_t delivery = 0; delivery < 3; delivery++)
             for (uint32_t a = 0; a < 3; a++)
                 for (uint32_t g = 0; g < 3; g++) {
-                    path = by ? STAGE_RELAY : STAGE_DIRECT;
                     plan_make(delivery, attention[a][0], attention[a][1], groups[g]);
+                    go_by(by);
+                    carried = 0;
                     ok(make_all());
                     for (uint32_t n = 0; n < 6; n++)
                         pass(n % LAYERS, (const uint32_t[]){n, (n * 5) % 7}, a == 0 && n % 2 == 0);
@@ -581,6 +676,7 @@ static void test_deliveries(void **state)
                         assert_int_equal(invocations, 6);
                         assert_int_equal(rows, counters.rows);
                     }
+                    assert_true((by == 3) == (carried != 0));
                     destroy_all();
                 }
 }
@@ -588,9 +684,9 @@ static void test_deliveries(void **state)
 /* The Instance goes, also in the middle; another one comes. */
 static void test_successor(void **state)
 {
-    for (int by = 0; by < 2; by++) {
-        path = by ? STAGE_RELAY : STAGE_DIRECT;
+    for (int by = 0; by < WAYS; by++) {
         plan_make(FABRIC_DELIVERY_REPLICATED_COMPLETE, 2, 1, 3);
+        go_by(by);
         ok(make_all());
         pass(0, (const uint32_t[]){3}, false);
         transport_tensor_t from = tensor(in[0], ROWS);
@@ -609,7 +705,7 @@ static void test_successor(void **state)
             ok(attach_rank(r));
         if (!by)
             ok(open_stages());
-        for (uint32_t n = 0; n < 3; n++)
+        for (uint32_t n = 0; n < 3; n++) /* its first request has the predecessor's number */
             pass(n, (const uint32_t[]){n}, false);
         destroy_all();
     }
@@ -675,7 +771,7 @@ static void test_whose_stage(void **state)
     ok(stage_ffn_export(ffn[0], 0, &fd));
     assert_int_equal(stage_ffn_import_partials(ffn[1], 0, 0, fd), XP_PEER);
     says("no partials");
-    ok(stage_atn_create(&device, &plan, 0, &life, &atn));
+    ok(stage_atn_create(&device, &plan, 0, &life, NULL, &atn));
     assert_int_equal(stage_atn_open(atn, 1, 0, fd), XP_PEER);
     says("for Instance 0 in Generation 7");
     ok(stage_atn_open(atn, 0, 0, fd));
@@ -793,9 +889,9 @@ static void test_sizes(void **state)
 /* Each driver call from making to a whole pass fails in turn; nothing is left each time. */
 static void test_ladders(void **state)
 {
-    for (int by = 0; by < 2; by++) {
-        path = by ? STAGE_RELAY : STAGE_DIRECT;
+    for (int by = 0; by < WAYS; by++) {
         plan_make(FABRIC_DELIVERY_REPLICATED_COMPLETE, 1, 1, 3);
+        go_by(by);
         int objects = fake_objects();
         uint64_t n = 1;
         for (;; n++) {
@@ -819,6 +915,55 @@ static void test_ladders(void **state)
     }
 }
 
+static void test_heap_refusals(void **state)
+{
+    unsigned char id[XPOOL_NVSHMEM_ID_BYTES] = {0};
+    int fd;
+    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 3);
+    go_by(2);
+    ok(stage_heap_wrap(&plugin, &plan, &heaps[0]));
+    assert_int_equal(stage_heap_join(heaps[0], &device, 3, id), XP_INVALID);
+    says("PE 3 of 3");
+    assert_int_equal(stage_heap_join(heaps[0], &device, 0, id), XP_FATAL);
+    says("cannot join NVSHMEM");
+    ok(stage_heap_make_id(heaps[0], id));
+    sharing_says = XPOOL_NVSHMEM_LIMITED;
+    assert_int_equal(stage_heap_join(heaps[0], &device, 0, id), XP_UNSUPPORTED);
+    says("limited multi-process support: MPS must run there");
+    sharing_says = XPOOL_NVSHMEM_FULL;
+    memset(joined, 0, sizeof(joined));
+    ok(stage_heap_join(heaps[0], &device, 0, id));
+    for (uint64_t i = 0; i < heap_bytes; i++)
+        assert_int_equal(heap_memory[i], 0);
+    assert_int_equal(stage_heap_join(heaps[0], &device, 0, id), XP_INVALID);
+    says("joins again");
+    assert_true(stage_heap_peer(heaps[0], 4096, 2) ==
+                (uint64_t)(uintptr_t)heap_memory + 2 * heap_bytes + 4096);
+    destroy_all();
+    sharing_says = XPOOL_NVSHMEM_ALONE;
+    heap_modules = 0;
+    ok(make_all());
+    assert_int_equal(heap_modules, 1);
+    assert_int_equal(stage_atn_export(atn, 0, 0, &fd), XP_INVALID);
+    says("not exported");
+    assert_int_equal(stage_atn_open(atn, 0, 0, -1), XP_INVALID);
+    assert_int_equal(stage_ffn_export(ffn[0], 0, &fd), XP_INVALID);
+    assert_int_equal(stage_ffn_import_partials(ffn[1], 0, 0, -1), XP_INVALID);
+    destroy_all();
+    /* Far: closing the outbox closes the relay's arena, and the Instance sees it. */
+    go_by(3);
+    ok(make_all());
+    assert_int_equal(heap_modules, 4);
+    stage_line_t *line = (stage_line_t *)schedulers[0].lines[0].line;
+    const stage_line_t nonsense = {.sequence = 1, .layer = 99};
+    stage_line_fill(line, &nonsense);
+    stage_line_publish(line, &nonsense);
+    step();
+    mailbox_arena_t *arena =
+        (mailbox_arena_t *)(heap_memory + stage_heap_offset(&plan, STAGE_HEAP_RELAY, 0, 0, 0));
+    assert_int_equal(mailbox_closed(arena), XP_PEER);
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
@@ -832,6 +977,7 @@ int main(void)
         TEST(test_time_limit),
         TEST(test_sizes),
         TEST(test_ladders),
+        TEST(test_heap_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

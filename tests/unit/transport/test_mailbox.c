@@ -346,6 +346,52 @@ static void test_next_atnagent(void **state)
     pair_free(&pair);
 }
 
+/* Two ranks of one Instance, of which one has its answer: the other gets the same rows. */
+static void test_carry(void **state)
+{
+    pair_t ahead, behind;
+    transport_pending_t pending;
+    transport_request_t request = {.rows = 2, .layer = 3};
+    pair_make(&ahead);
+    pair_make(&behind);
+    int ahead_fd = transport_client_fd(ahead.client),
+        behind_fd = transport_client_fd(behind.client);
+    transport_tensor_t in = tensor(ahead.in, 2), out = tensor(behind.out, 2);
+    uint64_t answered;
+    bool waiting;
+    assert_int_equal(transport_arena_carry(ahead_fd, behind_fd, &geometry), XP_PEER); /* level */
+    assert_int_equal(transport_client_put(ahead.client, &request, &in), XP_OK);
+    assert_int_equal(transport_client_put(behind.client, &request, &in), XP_OK);
+    assert_int_equal(transport_arena_carry(ahead_fd, behind_fd, &geometry),
+                     XP_PEER); /* no answer */
+    assert_int_equal(transport_server_poll(ahead.server, &pending), XP_OK);
+    for (uint32_t i = 0; i < 2 * HIDDEN; i++)
+        ((float *)pending.output)[i] = (float)i + 0.5f;
+    transport_server_complete(ahead.server, 1, XP_OK);
+    assert_int_equal(transport_arena_look(ahead_fd, &answered, &waiting), XP_OK);
+    assert_true(answered == 1 && !waiting);
+    assert_int_equal(transport_arena_look(behind_fd, &answered, &waiting), XP_OK);
+    assert_true(answered == 0 && waiting);
+    transport_geometry_t other = geometry;
+    other.max_rows++;
+    assert_int_equal(transport_arena_carry(ahead_fd, behind_fd, &other), XP_PEER);
+    assert_int_equal(transport_arena_carry(behind_fd, ahead_fd, &geometry), XP_PEER);
+    assert_int_equal(transport_arena_carry(ahead_fd, behind_fd, &geometry), XP_OK);
+    assert_int_equal(transport_client_wait(behind.client, 0), XP_OK);
+    assert_int_equal(transport_client_take(behind.client, &out), XP_OK);
+    for (uint32_t i = 0; i < 2 * HIDDEN; i++)
+        assert_true(behind.out[i] == (float)i + 0.5f);
+    assert_int_equal(transport_arena_carry(ahead_fd, behind_fd, &geometry), XP_PEER); /* again */
+
+    /* Rows beyond the arena are nonsense, not read. */
+    assert_int_equal(transport_client_put(behind.client, &request, &in), XP_OK);
+    behind.arena->request.rows = ROWS + 1;
+    ahead.arena->response.sequence = 2;
+    assert_int_equal(transport_arena_carry(ahead_fd, behind_fd, &geometry), XP_PEER);
+    pair_free(&ahead);
+    pair_free(&behind);
+}
+
 static void test_doorbell(void **state)
 {
     int fd;
@@ -412,6 +458,7 @@ int main(void)
         cmocka_unit_test(test_refused_request),
         cmocka_unit_test(test_close),
         cmocka_unit_test(test_next_atnagent),
+        cmocka_unit_test(test_carry),
         cmocka_unit_test(test_doorbell),
         cmocka_unit_test(test_memfd),
     };

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: MIT
+"""kill -9 of an agent while clients stream: the Generation fails, the next one forms by itself, FFN
+weights are taken over without reading, and the streams go on after a pause with the same tokens. Agents
+run by hand are waited for. An agent that always dies, or for which none comes, is the end of everything."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+
+import harness
+import test_memory
+import views
+
+MODELS = ("left", "right")
+# Each event of a stream carries all tokens so far: with many more, a test that cannot keep up on a loaded
+# machine is dropped as a slow reader.
+LENGTH = 400
+FFN = "ffnagent cpu:2"
+
+
+def system_of_two(settings="", **more):
+    return harness.System(
+        [harness.model(m, dtype="float32") for m in MODELS], atn=2, ffn=2, settings=settings, **more
+    )
+
+
+def generation(system):
+    return system.state()["generation"]
+
+
+def formed(system, number, seconds=60):
+    """The Generation of that number is READY."""
+    harness.wait_until(
+        lambda: generation(system) >= number and system.is_ready(), seconds, f"Generation {number} is ready", 0.02
+    )
+
+
+def streams_of(system, prompt, count=5):
+    streams = [system.stream(m, prompt["ids"], LENGTH, 120) for m in MODELS]
+    for stream in streams:
+        stream.wait(count)
+    return streams
+
+
+def longest_pause(stream):
+    return max((b - a for a, b in zip(stream.times, stream.times[1:])), default=0.0)
+
+
+def kill_in_flight(system, role):
+    """The FfnAgents stand still for a moment first, so that requests are certainly open."""
+    for name, pid in system.roles().items():
+        if name.startswith("ffnagent"):
+            os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.1)
+    os.kill(system.pid(role), signal.SIGKILL)
+
+
+def shards(system):
+    """(bytes, inodes) of the weights' memory among the daemon's descriptors, which it must not map."""
+    daemon, found = system.pid("daemon"), set()
+    for entry in os.listdir(f"/proc/{daemon}/fd"):
+        path = f"/proc/{daemon}/fd/{entry}"
+        try:
+            if "xpool-ffn:" in os.readlink(path):
+                info = os.stat(path)
+                found.add((info.st_ino, info.st_size))
+        except FileNotFoundError:
+            continue
+    mapped = test_memory.total(test_memory.mappings(daemon), "Size", "xpool-ffn:")
+    harness.check(mapped == 0, f"the daemon maps {mapped} bytes of weights")
+    return sum(size for _, size in found), {inode for inode, _ in found}
+
+
+def descriptors(system, role):
+    return len(os.listdir(f"/proc/{system.pid(role)}/fd"))
+
+
+def survives(role, rounds=5):
+    """Each round kills the agent in mid-decode; both streams give the tokens of an undisturbed run."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        want = system.generate("left", prompt["ids"], LENGTH, 120)
+        kept, inodes = shards(system)
+        ffn, _ = test_memory.tensor_bytes(harness.TALES)
+        harness.check(kept >= 2 * ffn * 0.95, f"the daemon keeps {kept} bytes of {2 * ffn} of FFN weights")
+        instances = {m: system.pid(f"serve {m}") for m in MODELS}
+        open_files, pauses = None, []
+        for attempt in range(rounds):
+            streams = streams_of(system, prompt, 5 + 20 * attempt)
+            if attempt % 2 == 0:
+                kill_in_flight(system, role)
+            else:
+                os.kill(system.pid(role), signal.SIGKILL)
+            for stream in streams:
+                harness.check(stream.result(120) == want, f"round {attempt}: tokens changed by the new Generation")
+            pauses.append(max(longest_pause(s) for s in streams))
+            formed(system, attempt + 2)
+            metrics = system.metrics()
+            adopted = sum(v for k, v in metrics.items() if k.startswith("xpool_ffn_weights_adopted_bytes"))
+            read = sum(v for k, v in metrics.items() if k.startswith("xpool_ffn_weights_read_bytes"))
+            harness.check((adopted, read) == (kept, 0), f"round {attempt}: {adopted} bytes adopted, {read} read")
+            harness.check(shards(system) == (kept, inodes), "the daemon keeps other memory than before")
+            now = {r: descriptors(system, r) for r in ("daemon", *(f"serve {m}" for m in MODELS))}
+            harness.check(open_files in (None, now), f"round {attempt}: open files {open_files}, then {now}")
+            open_files = now
+        harness.check(generation(system) == rounds + 1, f"Generation {generation(system)} after {rounds} deaths")
+        harness.check(instances == {m: system.pid(f"serve {m}") for m in MODELS}, "an Instance was replaced")
+        print(f"     {role}: longest pauses " + ", ".join(f"{p:.2f}" for p in pauses) + " s")
+        system.stop()
+        failures = re.findall(r"canonical failure of Generation \d+: (.*?): ", system.log())
+        harness.check(set(failures) == {role}, f"canonical failures name {set(failures)}")
+
+
+def ffnagent_coordinator():
+    survives(FFN)
+
+
+def ffnagent_other():
+    survives("ffnagent cpu:3")
+
+
+def atnagent():
+    survives("atnagent cpu:1")
+
+
+def instance_too():
+    """An Instance dies together with an agent, or in the pause: the other one's stream is exact all the same,
+    and a successor that comes in the pause serves."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        want = system.generate("right", prompt["ids"], LENGTH, 120)
+        for attempt in range(2):
+            system.hand = []
+            _, survivor = streams_of(system, prompt)
+            victim = system.pid("serve left")
+            kill_in_flight(system, FFN)
+            time.sleep(0.2 * attempt)
+            os.kill(victim, signal.SIGKILL)
+            harness.wait_until(lambda: victim not in system.processes(), 5, "the Instance is dead")
+            time.sleep(0.05)
+            again = system.launch("serve", "left", log=system.folder / f"log.again{attempt}")
+            harness.check(survivor.result(60) == want, "the other Instance's tokens changed")
+            formed(system, attempt + 2)
+            system.hand = [again]
+            harness.check(system.generate("left", prompt["ids"], LENGTH, 60) == want, "not exact after its return")
+        system.hand = []
+        system.stop()
+
+
+def agents_at_once():
+    """Every agent at the same moment, and again while the next Generation forms."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        want = system.generate("left", prompt["ids"], LENGTH, 120)
+        for twice in (False, True):
+            streams = streams_of(system, prompt)
+            before = generation(system)
+            for _ in range(1 + twice):
+                for role, pid in system.roles().items():
+                    if "agent" in role:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                harness.wait_until(lambda: any("agent" in r for r in system.roles()), 10, "agents again", 0.002)
+            for stream in streams:
+                harness.check(stream.result(60) == want, "tokens changed by the new Generation")
+            formed(system, before + 1)
+        system.stop()
+
+
+def stopped_for_good():
+    """An FfnAgent that stands still past deadlines.submission is replaced; it is killed, not waited for."""
+    prompt = harness.golden()[0]
+    with system_of_two("[deadlines]\nsubmission = 1.0") as system:
+        system.start(120)
+        want = system.generate("left", prompt["ids"], LENGTH, 120)
+        streams = streams_of(system, prompt)
+        pid = system.pid(FFN)
+        os.kill(pid, signal.SIGSTOP)
+        for stream in streams:
+            harness.check(stream.result(60) == want, "tokens changed by the new Generation")
+        formed(system, 2)
+        harness.check(system.pid(FFN) != pid, "the FfnAgent that stood still was not replaced")
+        system.stop()
+
+
+def by_hand():
+    """Roles in terminals: the daemon waits for agents that somebody starts again; the rest is as under up."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start_by_hand(120)
+        want = system.generate("left", prompt["ids"], LENGTH, 120)
+        agents = [p for p in system.hand if "agent" in p.args[1]]
+        streams = streams_of(system, prompt)
+        kill_in_flight(system, FFN)
+        for process in agents:
+            process.wait(5 * harness.SLOW)
+        code, out, _ = system.run("daemon", "check")
+        harness.check(code == 1 and "the next one forms" in out, f"daemon check while one forms: {code} {out}")
+        status, _, data = harness.http_request(system.daemon + "/ready")
+        harness.check(status == 503 and b"not registered" in data, f"/ready while one forms: {status} {data!r}")
+        harness.check(not any(s.done or s.error for s in streams), "a stream ended without agents")
+        system.hand = [p for p in system.hand if p not in agents]
+        for process in agents:
+            system.hand.append(system.launch(*process.args[1:-2]))
+        for stream in streams:
+            harness.check(stream.result(60) == want, "tokens changed by the new Generation")
+        formed(system, 2)
+        code, out, error = system.run("down", timeout=40)
+        harness.check(code == 0, f"xpool down: {code} {out} {error}")
+        for process in system.hand:
+            harness.check(process.wait(10) == 0, f"{process.args[1:3]} ended with {process.returncode}")
+
+
+def nobody_comes():
+    """No successor: after deadlines.reform the failure is everybody's, and no client hangs."""
+    prompt = harness.golden()[0]
+    with system_of_two("[deadlines]\nreform = 2.0") as system:
+        system.start_by_hand(120)
+        streams = streams_of(system, prompt)
+        began = time.monotonic()
+        kill_in_flight(system, FFN)
+        harness.wait_until(lambda: not system.processes(), 10, f"everything ends (left: {system.roles()})")
+        took = time.monotonic() - began
+        harness.check(1.5 < took < 4 * harness.SLOW, f"everything ended after {took:.1f} s")
+        harness.check("deadlines.reform" in system.log(), "the reason is not given")
+        for stream in streams:
+            stream.thread.join(5)
+            harness.check(not stream.thread.is_alive() and not stream.done, "a stream ended as if it were complete")
+
+
+def dies_again_and_again():
+    """Each new FfnAgent is killed once it has registered: a bounded number of them, then the end."""
+    with system_of_two() as system:
+        system.start(120)
+        killed, seen, ended = 0, set(), threading.Event()
+
+        def executioner():
+            nonlocal killed
+            while not ended.is_set():
+                with contextlib.suppress(OSError, harness.Failed, ProcessLookupError):
+                    pid = {a["device"]: a.get("pid") for a in system.state()["agents"]}["cpu:2"]
+                    if pid and pid not in seen:
+                        seen.add(pid)
+                        os.kill(pid, signal.SIGKILL)
+                        killed += 1
+                time.sleep(0.005)
+
+        thread = threading.Thread(target=executioner, daemon=True)
+        thread.start()
+        try:
+            system.expect_end(None, 60)
+        finally:
+            ended.set()
+            thread.join(5)
+        print(f"     {killed} FfnAgents died")
+        harness.check(3 <= killed <= 10, f"{killed} FfnAgents were started and died")
+        harness.check("Generations that computed nothing" in system.log(), "the last failure does not say why")
+
+
+def down_while_forming():
+    """`xpool down`, and Ctrl-C, while requests wait for the next Generation: an ordered end with 0."""
+    prompt = harness.golden()[0]
+    for how in ("down", "interrupt"):
+        with system_of_two() as system:
+            system.start(120)
+            streams = streams_of(system, prompt)
+            # Agents that live shortly are started again after a pause.
+            kill_in_flight(system, FFN)
+            harness.wait_until(lambda: generation(system) == 2, 5, "the next Generation begins", 0.005)
+            if how == "down":
+                code, out, error = system.run("down", timeout=40)
+                harness.check(code == 0, f"xpool down: {code} {out} {error}")
+                system.expect_end(0)
+            else:
+                system.stop()
+            for stream in streams:
+                stream.thread.join(5)
+                harness.check(not stream.thread.is_alive(), "a client hangs after the stop")
+
+
+def off():
+    """deadlines.reform = 0: an agent's death is everybody's, as test_kill has it in full."""
+    with system_of_two("[deadlines]\nreform = 0") as system:
+        system.start(120)
+        harness.check(shards(system)[0] == 0, "weights are kept although nobody will adopt them")
+        os.kill(system.pid(FFN), signal.SIGKILL)
+        system.expect_end(None)
+        views.check_one_failure(system, FFN)
+
+
+if __name__ == "__main__":
+    harness.main(
+        ffnagent_coordinator,
+        ffnagent_other,
+        atnagent,
+        instance_too,
+        agents_at_once,
+        stopped_for_good,
+        by_hand,
+        nobody_comes,
+        dies_again_and_again,
+        down_while_forming,
+        off,
+    )
