@@ -54,8 +54,7 @@ def show(rows):
         print(f"{entry['metric']:40} {entry['value']:>12} {entry['unit']}{extra}  {entry['note']}", flush=True)
 
 
-def write(bench, rows, plots=()):
-    folder = ROOT / "docs" / "results"
+def write(bench, rows, plots=(), folder=ROOT / "docs" / "results"):
     folder.mkdir(parents=True, exist_ok=True)
     command = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     data = {
@@ -70,4 +69,4 @@ def write(bench, rows, plots=()):
         data["plots"] = list(plots)  # files beside this one
     path = folder / f"{bench}.json"
     path.write_text(json.dumps(data, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
+    print(f"wrote {os.path.relpath(path)}")

@@ -27,6 +27,13 @@ xpool_tool(bench_shim benches/bench_shim.c xpool_library xpool_ffn)
 
 include(${CMAKE_SOURCE_DIR}/tests/cuda/tests.cmake OPTIONAL)
 
+# Both play MPS controllers, and each refuses those of others.
+foreach(test unit/cuda/test_mps unit/control/test_plane)
+  if(TEST ${test})
+    set_tests_properties(${test} PROPERTIES RESOURCE_LOCK mps)
+  endif()
+endforeach()
+
 # The sanitizer builds take the programs above and the cmocka tests; the rest belongs to the plain one.
 if(XPOOL_SANITIZE OR XPOOL_FUZZ OR NOT TARGET xpool)
   return()

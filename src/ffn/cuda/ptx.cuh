@@ -203,6 +203,13 @@ static __device__ __forceinline__ float ptx_activate(uint32_t activation, float 
 }
 
 // ---- barriers in shared memory and copies that complete on them, since sm_90 ---------------------
+static __device__ __forceinline__ uint64_t ptx_policy_stream()
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 static __device__ __forceinline__ void ptx_barrier_init(uint32_t barrier, uint32_t arrivals)
 {
@@ -233,12 +240,6 @@ static __device__ __forceinline__ void ptx_barrier_wait(uint32_t barrier, uint32
                  "}" ::"r"(barrier),
                  "r"(parity)
                  : "memory");
-}
-static __device__ __forceinline__ uint64_t ptx_policy_stream()
-{
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
 }
 // Both addresses and the size are multiples of 16 bytes.
 static __device__ __forceinline__ void ptx_bulk_load(uint32_t to, const void *from, uint32_t bytes,
