@@ -33,8 +33,8 @@ typedef enum stage_heap_kind {
 
 #define STAGE_HEAP_ALIGN_BYTES 4096u
 #define STAGE_HEAP_NOWHERE     UINT64_MAX
-/* What joining takes of a device beside the heap of the plan: 1940 MiB on an H200 (NVSHMEM 3.4), its
- * code, the CUDA runtime's memory and its own part of the heap together. */
+/* What joining takes of a device beside the heap of the plan: 1940 MiB on an H200 (NVSHMEM 3.4),
+ * its code, the CUDA runtime's memory and its own part of the heap together. */
 #define STAGE_HEAP_OWN_BYTES (2048ull << 20)
 
 /* Bytes that every PE allocates: what the fullest one needs. */

@@ -43,8 +43,8 @@ CUDA_IMAGE_DECLARE(tests_nvshmem_ping);
 static int life_fd;
 static mps_t *mps;
 static const char *mps_pipe;
-static uint32_t gpus;        /* to be used: as many as there are, GPUS_MAX at most */
-static bool crossed_now;     /* the FfnAgents' GPUs in the other order */
+static uint32_t gpus;    /* to be used: as many as there are, GPUS_MAX at most */
+static bool crossed_now; /* the FfnAgents' GPUs in the other order */
 static agent_t children[CHILDREN];
 static uint32_t child_count;
 static uint32_t spawned; /* life words are not used twice */
@@ -271,8 +271,8 @@ static void pes_up(uint32_t scene, bool shares)
     }
     for (uint32_t f = 0; f < plan.ffn_count; f++) {
         environment_of(plan.atn_count + f, shares);
-        spawn("ffn", f | scene << 8 | ++spawned << 16,
-                    (uint32_t)gpu_of_pe(plan.atn_count + f), &ffns[f]);
+        spawn("ffn", f | scene << 8 | ++spawned << 16, (uint32_t)gpu_of_pe(plan.atn_count + f),
+              &ffns[f]);
         pes[plan.atn_count + f] = &ffns[f];
     }
     under_mps(true);
@@ -333,8 +333,8 @@ static void instance_up(uint32_t instance)
     int arenas[FABRIC_MAX_RANKS];
     for (uint32_t rank = 0; rank < ranks; rank++) {
         words[rank] = ++spawned;
-        spawn("client", client_number(instance, rank, scene_now, 0, true),
-                    words[rank], &clients[rank]);
+        spawn("client", client_number(instance, rank, scene_now, 0, true), words[rank],
+              &clients[rank]);
     }
     for (uint32_t rank = 0; rank < ranks; rank++) {
         CHECK_OK(hear(&clients[rank], NULL).status);

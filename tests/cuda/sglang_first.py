@@ -36,6 +36,9 @@ import urllib.error
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "benches"))
+import sglang_truth  # noqa: E402
+
 SKIPPED = 77
 PR_SET_PDEATHSIG = 1
 TOKENS = 64
@@ -350,6 +353,7 @@ class Run:
         print(f"memory in use, MiB: {before} before all, {memory()} now; counters {entry['engine']}", flush=True)
         steps = []
         good = True
+        said = []
         for turn in range(2):
             first = self.counters()
             got, got_together = self.ask_all(port, "crosspool")
@@ -358,11 +362,14 @@ class Run:
             print(f"turn {turn}: {steps[-1]}", flush=True)
             if self.arguments.no_vanilla or self.arguments.dummy:
                 continue
+            said.append(got)
             for number in range(len(PROMPTS)):
-                good &= self.compare(f"prompt of {PROMPTS[number]}", wanted[number], got[number], distances[number])
+                self.compare(f"prompt of {PROMPTS[number]}", wanted[number], got[number], distances[number])
             for number, ids in got_together.items():
                 self.compare(f"prompt of {PROMPTS[number]}, three at once", wanted_together[number], ids, distances[number])
         good &= self.check_graphs(steps)
+        if said:
+            good &= self.third_party(wanted, said)
         if not self.arguments.no_vanilla and not self.arguments.dummy:
             good &= self.elastic(port, wanted, distances)
         self.result.update(turns=steps, good=good)
@@ -462,6 +469,22 @@ class Run:
         print(f"tokens equal, {name}: {note}", flush=True)
         self.result.setdefault("tokens", []).append({"what": name, "equal": same, "distance": None if same == TOKENS else distances[same]})
         return same == TOKENS or distances[same] < 0.1
+
+    def third_party(self, wanted, said):
+        """Both sides beside the checkpoint in float32 (benches/sglang_truth.py); the first turn is judged."""
+        began = time.monotonic()
+        prompts = [self.prompt(number) for number in range(len(PROMPTS))]
+        sides = {name: [list(pair) for pair in zip(prompts, one)] for name, one in (("ours", said[0]), ("plain", wanted))}
+        judged = sglang_truth.ask(self.arguments.python, self.arguments.model, sides)
+        ours, plain = (sglang_truth.summary(judged[side]) for side in ("ours", "plain"))
+        worse = sglang_truth.verdict(ours, plain)
+        good = worse <= sglang_truth.SIGMAS
+        print(f"float32, CrossPool: {sglang_truth.words(ours)}", flush=True)
+        print(f"float32, vanilla: {sglang_truth.words(plain)}", flush=True)
+        print(f"float32: CrossPool is {worse:.2f} sigma worse, {'good' if good else 'WRONG'} ({time.monotonic() - began:.1f} s);"
+              f" turns the same: {all(one == said[0] for one in said)}", flush=True)  # fmt: skip
+        self.result["float32"] = {"ours": ours, "plain": plain, "worse": worse, "good": good}
+        return good
 
     def graphs(self, process):
         text = process.text()
