@@ -133,6 +133,14 @@ static void clean_up(void)
     mps = NULL;
 }
 
+/* Whoever limits the time ends this program so. It waits in a call of the system nearly always, and
+ * is killed soon after if it does not end. */
+static void on_end(int number)
+{
+    (void)number;
+    exit(1);
+}
+
 static void spawn(const char *name, uint32_t a, uint32_t b, agent_t *agent_out)
 {
     agent_spawn(name, life_fd, a, b, agent_out);
@@ -745,6 +753,7 @@ int main(int argc, char **argv)
     }
     mps_options_t options = {.name = "cuda-0", .devices = "0,1"};
     atexit(clean_up);
+    signal(SIGTERM, on_end);
     if (mps_start(&options, &mps) == XP_OK) {
         mps_pipe = mps_pipe_folder(mps);
         setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe, 1);
