@@ -119,12 +119,15 @@ static void clean_up(void)
 {
     bool any = false;
     for (uint32_t i = 0; i < child_count; i++) {
-        if (waitpid(children[i].pid, NULL, WNOHANG) != 0)
+        const pid_t gone = waitpid(children[i].pid, NULL, WNOHANG);
+        if (gone < 0)
             continue;
         any = true;
-        printf("still there, killed: process %d\n", children[i].pid);
-        kill(children[i].pid, SIGKILL);
-        waitpid(children[i].pid, NULL, 0);
+        if (gone == 0) {
+            printf("still there, killed: process %d\n", children[i].pid);
+            kill(children[i].pid, SIGKILL);
+            waitpid(children[i].pid, NULL, 0);
+        }
         stage_heap_sweep(children[i].pid);
     }
     if (any && mps)
