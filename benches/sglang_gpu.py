@@ -159,7 +159,12 @@ class Run:
         planned += [f"sglang.tokens.{c}.graphs.{x}.agreement" for c, x in layouts(arguments, self.host)]
         planned += ["sglang.spread.plain.least_tokens", "sglang.spread.crosspool.least_tokens"]
         name = "sglang_rehearsal.json" if arguments.rehearse else "sglang_gpu.json"
-        self.book = Book(arguments.out / name, self.host.describe(), arguments.resume and arguments.resume / name, planned)
+        before = arguments.resume and arguments.resume / name
+        if arguments.only == "float32" and before and before.exists():  # of what was measured there
+            machine = json.loads(before.read_text())["machine"]
+        else:
+            machine = self.host.describe()
+        self.book = Book(arguments.out / name, machine, before, planned)
 
     def modes(self):
         return ("eager",) if self.arguments.rehearse else ("graphs", "eager")
@@ -558,7 +563,7 @@ def step_float32(run):
 
 def third_party(run, metric, path, plain, ours):
     prompts = prompts_of(run, path)
-    sides = {name: [[prompt, said] for prompt, (said, _) in zip(prompts, side, strict=True)] for name, side in (("ours", ours), ("plain", plain))}
+    sides = {name: [[prompt, said] for prompt, (said, _) in zip(prompts[: len(ours)], side, strict=True)] for name, side in (("ours", ours), ("plain", plain))}
     run.need(10, "the float32 reference")
     rows = float32_rows(metric, sglang_truth.ask(run.arguments.python, path, sides))
     run.book.add(*rows)
