@@ -269,7 +269,7 @@ static void bench_dense_decode(ffn_kit_t *kit)
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, &s, 6, 1, false, &m);
-    lanes_make(kit, &m, 6, FFN_CUDA_DECODE_ROWS, 0, &l);
+    lanes_make(kit, &m, 6, FFN_CUDA_DENSE_ROWS, 0, &l);
     lanes_rows(kit, &l, 1);
     const double equal = decode_graph_us(kit, &l);
     lanes_calibrate(kit, &l);
@@ -308,7 +308,7 @@ static void bench_dense_decode(ffn_kit_t *kit)
 
 static void bench_moe_decode(ffn_kit_t *kit)
 {
-    static const uint32_t counts[] = {1, 2, 4, 8, 16};
+    static const uint32_t counts[] = {1, 2, 4, 8, 16, 32};
     const ffn_cuda_signature_t s = signature_moe();
     const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
     ffn_kit_model_t m;
@@ -539,7 +539,7 @@ static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_sign
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, s, layers, 6, false, &m);
-    lanes_make(kit, &m, lane_count, FFN_CUDA_DECODE_ROWS, 0, &l);
+    lanes_make(kit, &m, lane_count, ffn_cuda_decode_rows(s), 0, &l);
     const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
     cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
     for (uint32_t c = 0; c < count_of_counts; c++) {
@@ -590,11 +590,11 @@ static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_sign
 
 static void bench_split(ffn_kit_t *kit)
 {
-    static const uint32_t dense[] = {1, 4, 8, 16}, moe[] = {1, 4, 16};
+    static const uint32_t dense[] = {1, 4, 8, 16}, moe[] = {1, 4, 8, 16, 32};
     const ffn_cuda_signature_t s = signature_dense(), e = signature_moe();
     sample_count = 512;
     bench_split_of(kit, "dense", &s, 6, dense, 4);
-    bench_split_of(kit, "moe", &e, 4, moe, 3);
+    bench_split_of(kit, "moe", &e, 4, moe, 5);
     sample_count = SAMPLES;
 }
 

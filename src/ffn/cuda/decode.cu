@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The whole FFN of one layer for 1 to 16 rows in one cooperative launch: router, gate and up, down.
+// The whole FFN of one layer for 1 to 16 rows, of experts to 32, in one cooperative launch: router, gate and up, down.
 //
 // Few rows make this a matter of streaming weights. Every warp does the same: it copies weights into a
 // ring of its own in shared memory (cp.async, 16 bytes a lane), multiplies what has come on tensor
@@ -21,7 +21,7 @@
 // layer, the router of a layer of experts.
 //
 // Which warp multiplies which part of the inner dimension depends on the layer's shape alone. So a row
-// gives the same bits alone and among 15 others, and whichever block has its pairs. Lanes read 16
+// gives the same bits alone and among others, and whichever block has its pairs. Lanes read 16
 // contiguous bytes of a row as four K pairs of two products; rows and weights use the same order of K,
 // so it does not matter which.
 //
@@ -107,9 +107,7 @@ static __device__ __forceinline__ void call_read(decode_state_t &sh, bool reside
         call.lane = *held;
         call.experts_chosen = 0;
         sh.part_of[0] = 0; // of a dense layer
-        sh.mask_of[0] = 0xffff;
-        if (call.command.rows > FFN_CUDA_DECODE_ROWS)
-            __trap();
+        sh.mask_of[0] = 0xffffffff;
     }
     if (threadIdx.x / 32 != 1 || call.command.rows == 0)
         return;
@@ -221,14 +219,20 @@ static __device__ __forceinline__ void layer_run(decode_shared_t &shared, decode
         route_all(shared);
     if (threadIdx.x == 0)
         decode_mark(call, 3);
-    const bool wide = call.command.rows > 8;
+    const uint32_t rows = call.command.rows;
+    if (rows > (s.experts ? FFN_CUDA_DECODE_ROWS : FFN_CUDA_DENSE_ROWS))
+        __trap();
     if (s.dtype == FFN_CUDA_BF16) {
-        if (wide)
+        if (rows > 16)
+            layer_phases<__nv_bfloat16, 4>(shared, role, hit);
+        else if (rows > 8)
             layer_phases<__nv_bfloat16, 2>(shared, role, hit);
         else
             layer_phases<__nv_bfloat16, 1>(shared, role, hit);
     } else {
-        if (wide)
+        if (rows > 16)
+            layer_phases<__half, 4>(shared, role, hit);
+        else if (rows > 8)
             layer_phases<__half, 2>(shared, role, hit);
         else
             layer_phases<__half, 1>(shared, role, hit);

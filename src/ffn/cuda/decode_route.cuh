@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// How the blocks of the decode kernel choose experts: each computes some logits, all choose from all of them.
+// How the blocks of the decode kernel choose experts: each computes some logits, all choose from all.
 #ifndef XPOOL_FFN_CUDA_DECODE_ROUTE_CUH
 #define XPOOL_FFN_CUDA_DECODE_ROUTE_CUH
 
@@ -44,24 +44,27 @@ static __device__ __forceinline__ void experts_fetch(decode_shared_t &shared, ui
     ptx_copies_commit();
 }
 
-// One expert's logits of all rows: a thread takes 8 elements of every THREADS * 8, for each row; the
-// sums of a row are added in the order of the warps. So a row's logit does not depend on how many rows
-// there are, and an expert's weights are read once. weights: in shared or in global memory.
+#define ROUTER_ROWS 16u // whose sums a thread holds
+
+// One expert's logits of up to ROUTER_ROWS rows from `begin` on: a thread takes 8 elements of every
+// THREADS * 8, for each row; the sums of a row are added in the order of the warps. So a row's logit does
+// not depend on how many rows there are. weights: in shared or in global memory.
 template <typename T>
-static __device__ __forceinline__ void router_sums(decode_state_t &sh, const char *weights, bool wide)
+static __device__ __forceinline__ void router_sums(decode_state_t &sh, const char *weights, bool wide,
+                                                   uint32_t begin)
 {
     enum { AT_ONCE = 8 }; // rows whose elements are loaded before the first is used
-    const uint32_t hidden = sh.layers[sh.now].signature.hidden, rows = sh.call.command.rows;
+    const uint32_t hidden = sh.layers[sh.now].signature.hidden, rows = sh.call.command.rows - begin;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const char *input = (const char *)sh.call.command.input;
-    float sum[FFN_CUDA_DECODE_ROWS];
+    const char *input = (const char *)sh.call.command.input + (uint64_t)begin * hidden * 2;
+    float sum[ROUTER_ROWS];
 #pragma unroll
-    for (uint32_t r = 0; r < FFN_CUDA_DECODE_ROWS; r++)
+    for (uint32_t r = 0; r < ROUTER_ROWS; r++)
         sum[r] = 0.0f;
     for (uint32_t k = threadIdx.x * 8; k < hidden; k += DECODE_THREADS * 8) {
         float w[8];
 #pragma unroll
-        for (uint32_t first = 0; first < FFN_CUDA_DECODE_ROWS; first += AT_ONCE) {
+        for (uint32_t first = 0; first < ROUTER_ROWS; first += AT_ONCE) {
             if (first >= rows)
                 break;
             uint4 x[AT_ONCE];
@@ -95,13 +98,13 @@ static __device__ __forceinline__ void router_sums(decode_state_t &sh, const cha
         }
     }
 #pragma unroll
-    for (uint32_t r = 0; r < FFN_CUDA_DECODE_ROWS; r++) {
+    for (uint32_t r = 0; r < ROUTER_ROWS; r++) {
         if (r >= rows)
             break;
         for (uint32_t d = 16; d; d /= 2)
             sum[r] += __shfl_xor_sync(ROUTE_ALL, sum[r], d);
         if (lane == 0)
-            sh.router[warp][r] = sum[r];
+            sh.router[warp][begin + r] = sum[r];
     }
 }
 
@@ -164,10 +167,11 @@ static __device__ __forceinline__ void route_all(decode_shared_t &shared)
                              : (const char *)layer.router + (uint64_t)e * row_bytes;
         if (held)
             __syncthreads(); // the sums before are stored
-        if (s.dtype == FFN_CUDA_BF16)
-            router_sums<__nv_bfloat16>(sh, w, wide);
-        else
-            router_sums<__half>(sh, w, wide);
+        for (uint32_t begin = 0; begin < rows; begin += ROUTER_ROWS)
+            if (s.dtype == FFN_CUDA_BF16)
+                router_sums<__nv_bfloat16>(sh, w, wide, begin);
+            else
+                router_sums<__half>(sh, w, wide, begin);
         __syncthreads();
         if (threadIdx.x < rows) {
             float logit = 0.0f;
@@ -199,14 +203,14 @@ static __device__ __forceinline__ void route_all(decode_shared_t &shared)
             if (mask) {
                 const uint32_t at = count + __popc(chosen & ((1u << lane) - 1));
                 sh.part_of[at] = (uint16_t)e;
-                sh.mask_of[at] = (uint16_t)mask;
+                sh.mask_of[at] = mask;
             }
             count += __popc(chosen);
         }
         if (lane == 0) {
             call.experts_chosen = count;
             sh.part_of[count] = (uint16_t)s.experts;
-            sh.mask_of[count] = 0xffff;
+            sh.mask_of[count] = 0xffffffff;
         }
     }
     __syncthreads();

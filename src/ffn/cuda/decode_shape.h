@@ -13,11 +13,11 @@
 #define DECODE_THREADS (DECODE_WARPS * 32u)
 
 /* Of a thread. A resident kernel that took all 65,536 registers of every multiprocessor would let
- * no kernel of anybody else start; 12,288 of them stay free. Checked when the kernel is loaded. */
-#define DECODE_MOST_REGISTERS 208u
+ * no kernel of anybody else start; 10,240 of them stay free. Checked when the kernel is loaded. */
+#define DECODE_MOST_REGISTERS 216u
 
 /* Shared memory besides the ring, the sums and the tiles' addresses. */
-#define DECODE_STATE_BYTES (26u * 1024u)
+#define DECODE_STATE_BYTES (30u * 1024u)
 #define DECODE_SHARED_BYTES                                                                        \
     (DECODE_WARPS * DECODE_DEPTH * 16u * DECODE_BYTES +                                            \
      DECODE_WARPS * DECODE_TILES * (1024u + 16u) + DECODE_STATE_BYTES)

@@ -66,7 +66,8 @@ struct decode_state_t {
     uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];
     float weight[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
     uint16_t chosen[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
-    uint16_t part_of[FFN_CUDA_MAX_EXPERTS + 1], mask_of[FFN_CUDA_MAX_EXPERTS + 1];
+    uint16_t part_of[FFN_CUDA_MAX_EXPERTS + 1];
+    uint32_t mask_of[FFN_CUDA_MAX_EXPERTS + 1]; // rows that chose it
     float bias[FFN_CUDA_MAX_EXPERTS];
     ffn_cuda_part_t parts[FFN_CUDA_MAX_EXPERTS + 1]; // of the current layer of experts
 };
@@ -132,7 +133,9 @@ static __device__ __forceinline__ decode_phase_t phase_of(const decode_state_t &
     p.count = (uint32_t)((uint64_t)total * end / FFN_CUDA_SHARE_ONE) - p.first;
     p.base = down ? p.first : p.first / 8 * 8;
     p.tiles = p.count ? ceil_div(p.first + p.count - p.base, down ? 16 : 8) : 0;
-    p.passes = ceil_div(p.tiles, DECODE_TILES);
+    // Only experts' layers have more than 16 rows; a dense one may begin before its rows are known.
+    const bool many = layer.signature.experts && call.command.rows > 16;
+    p.passes = ceil_div(p.tiles, many ? DECODE_TILES / 2 : DECODE_TILES);
     p.parts = down ? call.experts_chosen + (layer.last_width != 0) : 1;
     return p;
 }

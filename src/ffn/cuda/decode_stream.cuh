@@ -211,12 +211,38 @@ pass_store(const decode_state_t &sh, const float (*sums)[DECODE_TILES * 4][32], 
     }
 }
 
+// The rows that chose a part of which the pass of gate and up has pairs.
+static __device__ __forceinline__ uint32_t pass_mask(const decode_state_t &sh, const decode_phase_t &p,
+                                                     uint32_t pass)
+{
+    const decode_layer_t &layer = sh.layers[sh.now];
+    const uint32_t width = layer.signature.intermediate, last = sh.call.experts_chosen;
+    if (layer.signature.experts == 0)
+        return 0xffffffff;
+    const uint32_t v = p.base + pass_begin(p, pass) * 8;
+    const uint32_t end = min((p.base + pass_begin(p, pass + 1) * 8 - 1) / width, last);
+    uint32_t mask = 0;
+    for (uint32_t index = min(v / width, last); index <= end; index++)
+        mask |= sh.mask_of[index];
+    return mask;
+}
+
 // The next unit that this warp multiplies.
 struct decode_place_t {
     uint32_t bytes, size;
     uint32_t unit, pass, part;
+    uint32_t mask; // rows whose sums it adds to
     bool ended;
 };
+
+static __device__ __forceinline__ void place_mask(const decode_state_t &sh, bool down,
+                                                  const decode_phase_t &p, decode_place_t *place)
+{
+    const uint32_t rows = 0xffffffff >> (32 - sh.call.command.rows);
+    place->mask = 0;
+    if (!place->ended)
+        place->mask = rows & (down ? sh.mask_of[place->part] : pass_mask(sh, p, place->pass));
+}
 
 static __device__ __forceinline__ void place_settle(const decode_state_t &sh, bool down,
                                                     const decode_phase_t &p, decode_place_t *place)
@@ -236,33 +262,87 @@ static __device__ __forceinline__ void place_settle(const decode_state_t &sh, bo
             place->bytes = part_bytes(sh.layers[sh.now], first);
             place->size = sh.layers[sh.now].unit[first];
         }
+        place_mask(sh, down, p, place);
     }
 }
 
-// The input rows' piece of a unit; zeros for rows that do not exist or did not choose the part.
+// A row's piece of a unit; zeros where it is not asked for.
+static __device__ __forceinline__ void row_load(const decode_state_t &sh, bool down,
+                                                const decode_place_t &place, uint32_t input, bool asked,
+                                                uint4 (&x)[DECODE_STEPS])
+{
+    const decode_call_t &call = sh.call;
+    const uint32_t along = place.unit * place.size + threadIdx.x % 4 * 16;
+    const char *from =
+        along +
+        (down ? call.lane.activations +
+                    (input * call.lane.pitch +
+                     (uint64_t)place.part * sh.layers[sh.now].signature.intermediate) *
+                        2
+              : (const char *)call.command.input + (uint64_t)input * place.bytes);
+#pragma unroll
+    for (uint32_t s = 0; s < DECODE_STEPS; s++)
+        x[s] = ptx_load_l2_if(from + s * 64,
+                              asked && s * 64 < place.size && along + s * 64 < place.bytes);
+}
+
+// The input rows' piece of a unit, as the products take it: row 8 * n + lane / 4 in x[n].
 template <int NB>
 static __device__ __forceinline__ void place_load(const decode_state_t &sh, bool down,
                                                   const decode_place_t &place,
-                                                  uint4 (&x)[DECODE_STEPS][NB])
+                                                  uint4 (&x)[NB][DECODE_STEPS])
 {
-    const decode_call_t &call = sh.call;
-    const uint32_t lane = threadIdx.x % 32, row = lane / 4;
-    const uint32_t mask = place.ended ? 0 : (down ? sh.mask_of[place.part] : 0xffff);
-    const uint32_t along = place.unit * place.size + lane % 4 * 16;
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-        const uint32_t input = n * 8 + row;
-        const bool asked = input < call.command.rows && mask >> input & 1;
-        const char *from =
-            along + (down ? call.lane.activations +
-                                (input * call.lane.pitch +
-                                 (uint64_t)place.part * sh.layers[sh.now].signature.intermediate) *
-                                    2
-                          : (const char *)call.command.input + (uint64_t)input * place.bytes);
+        const uint32_t input = n * 8 + threadIdx.x % 32 / 4;
+        row_load(sh, down, place, input, place.mask >> input & 1, x[n]);
+    }
+}
+
+// The same of 8 rows that are asked for, without gaps, past the first `skip` of them.
+static __device__ __forceinline__ void place_load_close(const decode_state_t &sh, bool down,
+                                                        const decode_place_t &place, uint32_t skip,
+                                                        uint4 (&x)[DECODE_STEPS])
+{
+    uint32_t left = place.mask;
+    for (uint32_t i = 0; i < skip + threadIdx.x % 32 / 4; i++)
+        left &= left - 1;
+    row_load(sh, down, place, left ? __ffs(left) - 1 : 0, left != 0, x);
+}
+
+static __device__ __forceinline__ uint32_t lane_value(uint32_t value, uint32_t lane, bool wanted)
+{
+    const uint32_t got = __shfl_sync(ROUTE_ALL, value, lane);
+    return wanted ? got : 0;
+}
+
+// One slot's products with 8 rows that lie close, past the first `skip` of `mask`.
+template <typename T, int NB>
+static __device__ __forceinline__ void close_multiply(const unsigned char *at, uint32_t odd,
+                                                      uint32_t size, uint32_t mask, uint32_t skip,
+                                                      const uint4 (&x)[DECODE_STEPS],
+                                                      float (&sum)[NB][4])
+{
 #pragma unroll
-        for (uint32_t s = 0; s < DECODE_STEPS; s++)
-            x[s][n] = ptx_load_l2_if(from + s * 64, asked && s * 64 < place.size &&
-                                                        along + s * 64 < place.bytes);
+    for (int n = 0; n < NB; n++) {
+        const uint32_t input = n * 8 + threadIdx.x % 32 / 4;
+        const uint32_t number = __popc(mask & ((1u << input) - 1)) - skip;
+        const bool asked = mask >> input & 1 && number < 8;
+        const uint32_t lane = number % 8 * 4 + threadIdx.x % 4;
+        if ((mask >> n * 8 & 0xff) == 0)
+            continue;
+#pragma unroll
+        for (uint32_t s = 0; s < DECODE_STEPS; s++) {
+            if (s * 64 >= size)
+                break;
+            const unsigned char *a = at + (s * 64 ^ odd);
+            const uint4 low = *(const uint4 *)a;
+            const uint4 high = *(const uint4 *)(a + 8 * DECODE_BYTES);
+            const uint32_t b[4] = {lane_value(x[s].x, lane, asked), lane_value(x[s].y, lane, asked),
+                                   lane_value(x[s].z, lane, asked), lane_value(x[s].w, lane, asked)};
+            ptx_mma<T>(sum[n], low.x, high.x, low.y, high.y, b[0], b[1]);
+            ptx_mma<T>(sum[n], low.z, high.z, low.w, high.w, b[2], b[3]);
+        }
     }
 }
 
@@ -273,26 +353,34 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
           const decode_phase_t &down, decode_cursor_t *c, uint32_t *slot, uint32_t *buffer,
           uint64_t policy)
 {
+    // Of many rows few are asked for at a time, and what is loaded ahead has no gaps.
+    constexpr bool MANY = NB > 2;
+    constexpr uint32_t TILES = MANY ? DECODE_TILES / 2 : DECODE_TILES;
+    constexpr int HELD = MANY ? 1 : NB;
     const decode_state_t &sh = shared.state;
     const decode_phase_t p = phase_pick(is_down, gate, down);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
     const unsigned char *const mine = shared.ring[warp][0] + row * DECODE_BYTES + lane % 4 * 16;
     const uint32_t odd = row % 2 * 64;
     decode_place_t place;
-    uint4 x[DECODE_STEPS][NB];
+    uint4 held[HELD][DECODE_STEPS];
     place.unit = warp;
     place.pass = place.part = 0;
     place.ended = p.passes == 0;
     place.bytes = part_bytes(sh.layers[sh.now], part_kind(sh, is_down, 0));
     place.size = sh.layers[sh.now].unit[part_kind(sh, is_down, 0)];
+    place_mask(sh, is_down, p, &place);
     place_settle(sh, is_down, p, &place);
-    place_load<NB>(sh, is_down, place, x);
+    if constexpr (MANY)
+        place_load_close(sh, is_down, place, 0, held[0]);
+    else
+        place_load<NB>(sh, is_down, place, held);
 #pragma unroll 1
     for (uint32_t pass = 0; pass < p.passes; pass++) {
         const uint32_t tile = pass_begin(p, pass), live = pass_begin(p, pass + 1) - tile;
-        float sum[DECODE_TILES][NB][4];
+        float sum[TILES][NB][4];
 #pragma unroll
-        for (uint32_t t = 0; t < DECODE_TILES; t++)
+        for (uint32_t t = 0; t < TILES; t++)
 #pragma unroll
             for (int n = 0; n < NB; n++)
 #pragma unroll
@@ -301,28 +389,43 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
 #pragma unroll 1
         while (!place.ended && place.pass == pass) {
             const uint32_t size = place.size;
-            uint4 later[DECODE_STEPS][NB];
+            const decode_place_t at_hand = place;
+            uint4 later[HELD][DECODE_STEPS];
             place.unit += DECODE_WARPS;
             place_settle(sh, is_down, p, &place);
-            place_load<NB>(sh, is_down, place, later);
+            if constexpr (MANY)
+                place_load_close(sh, is_down, place, 0, later[0]);
+            else
+                place_load<NB>(sh, is_down, place, later);
 #pragma unroll
-            for (uint32_t t = 0; t < DECODE_TILES; t++) {
+            for (uint32_t t = 0; t < TILES; t++) {
                 if (t >= live)
                     break;
                 ptx_copies_wait<DECODE_DEPTH - 1>();
                 __syncwarp();
                 const unsigned char *const at = mine + *slot * DECODE_SLOT_BYTES;
+                if constexpr (MANY) {
+                    close_multiply<T, NB>(at, odd, size, at_hand.mask, 0, held[0], sum[t]);
+#pragma unroll 1
+                    for (uint32_t skip = 8; skip < __popc(at_hand.mask); skip += 8) {
+                        uint4 more[DECODE_STEPS];
+                        place_load_close(sh, is_down, at_hand, skip, more);
+                        close_multiply<T, NB>(at, odd, size, at_hand.mask, skip, more, sum[t]);
+                    }
+                } else {
 #pragma unroll
-                for (uint32_t s = 0; s < DECODE_STEPS; s++) {
-                    if (s * 64 >= size)
-                        break;
-                    const unsigned char *a = at + (s * 64 ^ odd);
-                    const uint4 low = *(const uint4 *)a;
-                    const uint4 high = *(const uint4 *)(a + 8 * DECODE_BYTES);
+                    for (uint32_t s = 0; s < DECODE_STEPS; s++) {
+                        if (s * 64 >= size)
+                            break;
+                        const unsigned char *a = at + (s * 64 ^ odd);
+                        const uint4 low = *(const uint4 *)a;
+                        const uint4 high = *(const uint4 *)(a + 8 * DECODE_BYTES);
 #pragma unroll
-                    for (int n = 0; n < NB; n++) {
-                        ptx_mma<T>(sum[t][n], low.x, high.x, low.y, high.y, x[s][n].x, x[s][n].y);
-                        ptx_mma<T>(sum[t][n], low.z, high.z, low.w, high.w, x[s][n].z, x[s][n].w);
+                        for (int n = 0; n < NB; n++) {
+                            const uint4 b = held[n][s];
+                            ptx_mma<T>(sum[t][n], low.x, high.x, low.y, high.y, b.x, b.y);
+                            ptx_mma<T>(sum[t][n], low.z, high.z, low.w, high.w, b.z, b.w);
+                        }
                     }
                 }
                 __syncwarp();
@@ -330,17 +433,20 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
                 slot_copy(shared, gate, down, c, policy);
             }
 #pragma unroll
-            for (uint32_t s = 0; s < DECODE_STEPS; s++)
+            for (int n = 0; n < HELD; n++)
 #pragma unroll
-                for (int n = 0; n < NB; n++)
-                    x[s][n] = later[s][n];
+                for (uint32_t s = 0; s < DECODE_STEPS; s++)
+                    held[n][s] = later[n][s];
         }
         // Two buffers: who is at the next sums' barrier has read these.
+        const uint32_t wanted = is_down || NB == 1 ? 0xffffffff : pass_mask(sh, p, pass);
 #pragma unroll
         for (int n = 0; n < NB; n++) {
             float(*sums)[DECODE_TILES * 4][32] = shared.sums[*buffer];
+            if (NB > 1 && (wanted >> n * 8 & 0xff) == 0)
+                continue; // nobody's
 #pragma unroll
-            for (uint32_t t = 0; t < DECODE_TILES; t++)
+            for (uint32_t t = 0; t < TILES; t++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     sums[warp][t * 4 + i][lane] = sum[t][n][i];

@@ -143,7 +143,7 @@ static void kernels_widen(uint32_t *field, uint32_t value)
 
 void ffn_cuda_limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *s)
 {
-    uint32_t chosen = FFN_CUDA_DECODE_ROWS * s->top_k;
+    uint32_t chosen = ffn_cuda_decode_rows(s) * s->top_k;
     if (chosen > s->experts)
         chosen = s->experts;
     if (s->experts == 0)
@@ -151,6 +151,7 @@ void ffn_cuda_limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *
     kernels_widen(&limits->hidden, s->hidden);
     kernels_widen(&limits->experts, s->experts);
     kernels_widen(&limits->top_k, s->experts ? s->top_k : 0);
+    kernels_widen(&limits->decode_rows, ffn_cuda_decode_rows(s));
     kernels_widen(&limits->decode_elements,
                   chosen * s->intermediate + (s->experts ? s->shared_intermediate : 0));
     kernels_widen(&limits->row_elements, (s->experts ? s->top_k : 1) * s->intermediate +
@@ -202,7 +203,7 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
                               ffn_cuda_workspace_t *w)
 {
     kernels_carve_t carve = {.base = base};
-    const uint64_t decode = FFN_CUDA_DECODE_ROWS, rows = limits->bulk_rows;
+    const uint64_t decode = limits->decode_rows, rows = limits->bulk_rows;
     const uint64_t pairs = rows * limits->top_k;
     w->meeting = kernels_take(&carve, sizeof(ffn_cuda_meeting_t));
     w->logits = kernels_take(&carve, decode * limits->experts * sizeof(w->logits[0]));

@@ -47,7 +47,8 @@ void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels); /* accepts all zero *
  * then widened by ffn_cuda_limits_add(); bulk_rows is the caller's. */
 typedef struct ffn_cuda_limits {
     uint32_t hidden, experts, top_k;
-    uint32_t decode_elements; /* activations of one decode row: all parts that 16 rows can choose */
+    uint32_t decode_rows;     /* most rows of the decode kernel */
+    uint32_t decode_elements; /* activations of one decode row: all parts that they can choose */
     uint32_t row_elements;    /* activations of one bulk row */
     uint32_t bulk_rows;       /* most rows of a bulk launch; 0 = decode only */
 } ffn_cuda_limits_t;
@@ -71,8 +72,14 @@ void ffn_cuda_shares_adjust(uint32_t blocks, const uint32_t (*cycles)[FFN_CUDA_M
 /* XP_INVALID with the reason when the kernels cannot run layers of that signature. */
 xp_status_t ffn_cuda_signature_check(const ffn_cuda_signature_t *signature);
 
+/* Most rows of a layer that the decode kernel takes. */
+static inline uint32_t ffn_cuda_decode_rows(const ffn_cuda_signature_t *signature)
+{
+    return signature->experts ? FFN_CUDA_DECODE_ROWS : FFN_CUDA_DENSE_ROWS;
+}
+
 /* The layer of `lane` (device address of a ffn_cuda_lane_t) for its live rows, 0 to
- * FFN_CUDA_DECODE_ROWS. One cooperative launch. */
+ * ffn_cuda_decode_rows(). One cooperative launch. */
 xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
                             cuda_stream_t stream);
 

@@ -133,7 +133,7 @@ static void fake_run_nothing(const fake_launch_t *launch)
 static void fake_run_decode(const fake_launch_t *launch)
 {
     const ffn_cuda_lane_t *lane = FAKE_ARGUMENT(const ffn_cuda_lane_t *, launch, 0);
-    assert_true(lane->rows <= FFN_CUDA_DECODE_ROWS);
+    assert_true(lane->rows <= ffn_cuda_decode_rows(lane->layers[lane->layer].signature));
     fake_decodes++;
     fake_layer(lane);
 }
