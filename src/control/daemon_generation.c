@@ -91,13 +91,16 @@ void daemon_generation_hand(daemon_t *daemon, uint32_t ffn)
     if (!daemon->ffn[ffn])
         return;
     for (uint32_t w = 0; w < daemon->planned->weights_count; w++) {
-        const kept_shard_t *shard = &daemon->generation->kept[ffn][w];
+        kept_shard_t *shard = &daemon->generation->kept[ffn][w];
+        /* Its FfnAgent died while it offered: nobody can adopt it, and the next one needs room. */
+        if (shard->have < shard->blocks)
+            drop_shard(shard);
         xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
         envelope.body.kept_weights = (xpw_KeptWeights){.weights = w,
                                                        .blocks = shard->blocks,
                                                        .identity = shard->identity,
                                                        .content = shard->content};
-        for (uint32_t b = 0; shard->have == shard->blocks && b < shard->blocks; b++) {
+        for (uint32_t b = 0; b < shard->blocks; b++) {
             envelope.body.kept_weights.block = b;
             envelope.body.kept_weights.bytes = shard->bytes[b];
             if (wire_channel_send(daemon->ffn[ffn]->channel, &envelope, &shard->fd[b], 1) != XP_OK)
