@@ -208,7 +208,12 @@ static xp_status_t find_wheel(const char *root, const char *const *pythons, uint
     if (named && *named)
         return wheel_in(named, found)
                    ? XP_OK
-                   : xp_fail(XP_UNSUPPORTED, "no lib/" HEAP_HOST " in %.300s", named);
+                   : xp_fail(XP_UNSUPPORTED,
+                             "no lib/" HEAP_HOST
+                             " in %.300s (fabric.nvshmem_root, or " STAGE_HEAP_ROOT_VARIABLE
+                             "): name the folder nvidia/nvshmem of the wheel "
+                             "nvidia-nvshmem-cu13",
+                             named);
     for (uint32_t i = 0; i < count; i++)
         if (pythons[i] && wheel_of_python(pythons[i], found))
             return XP_OK;
@@ -230,7 +235,10 @@ static xp_status_t find_plugin(char found[PATH_MAX])
     if (variable && *variable)
         return first_match(variable, found)
                    ? XP_OK
-                   : xp_fail(XP_UNSUPPORTED, "no plug-in %.300s", variable);
+                   : xp_fail(XP_UNSUPPORTED,
+                             "no plug-in %.300s (" STAGE_HEAP_PLUGIN_VARIABLE "): name " HEAP_PLUGIN
+                             " or leave the variable out",
+                             variable);
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1);
     if (length > 0) {
         program[length] = 0;
