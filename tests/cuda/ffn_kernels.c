@@ -3,9 +3,9 @@
  * The FFN kernels against the CPU reference, for many shapes: decode (launch, captured graph,
  * resident), bulk, cuBLASLt, sums of partials.
  *
- * usage: cuda_ffn_kernels [small] [variants] [decode] [resident] [bulk] [library] [reduce]
- * small: few rows and shapes, for compute-sanitizer. variants: decoding with each kernel of
- * stream.cu. No group named: all of them. Every case runs, also after one that failed.
+ * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [library] [reduce]
+ * small: few rows and shapes, for compute-sanitizer. No group named: all of them. Every case runs,
+ * also after one that failed.
  */
 #include <math.h>
 #include <string.h>
@@ -28,7 +28,6 @@ typedef struct test_lane {
 } test_lane_t;
 
 static bool small;
-static uint32_t variant;
 static double slack = 1; /* over the tolerance */
 static uint32_t cases, compared, unfair, failed;
 static double worst;
@@ -90,7 +89,7 @@ static void lane_row(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_lane_t
     free(packed);
 }
 
-/* The reference of a row, kept: the variants all compute the same. */
+/* The reference of a row, kept: decode and resident compute the same. */
 static bool reference_row(const ffn_kit_model_t *m, uint32_t layer, uint64_t seed, uint32_t row,
                           float *want)
 {
@@ -142,12 +141,11 @@ static void lane_compare(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_la
         compared++;
         worst = fmax(worst, error / limit_error);
         if (!(error <= limit_error)) {
-            printf(
-                "failed: %s (variant %u): hidden %u width %u experts %u top %u shared %u type %u "
-                "rows %u: row %u is off by %.2e\n",
-                what, variant, hidden, m->signature.intermediate, m->signature.experts,
-                m->signature.top_k, m->signature.shared_intermediate, m->signature.dtype, rows, row,
-                error);
+            printf("failed: %s: hidden %u width %u experts %u top %u shared %u type %u "
+                   "rows %u: row %u is off by %.2e\n",
+                   what, hidden, m->signature.intermediate, m->signature.experts,
+                   m->signature.top_k, m->signature.shared_intermediate, m->signature.dtype, rows,
+                   row, error);
             printf("  got %g %g %g %g, want %g %g %g %g\n", (double)got[0], (double)got[1],
                    (double)got[2], (double)got[3], (double)want[0], (double)want[1],
                    (double)want[2], (double)want[3]);
@@ -266,9 +264,9 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
         ffn_kit_wait(kit, kit->stream);
         ffn_kit_read(kit, l.output, one, hidden * 2);
         if (memcmp(one, all + (size_t)row * hidden, hidden * 2) != 0) {
-            printf("failed: decode (variant %u): hidden %u width %u experts %u: row %u alone has "
+            printf("failed: decode: hidden %u width %u experts %u: row %u alone has "
                    "other bits\n",
-                   variant, hidden, m->signature.intermediate, m->signature.experts, row);
+                   hidden, m->signature.intermediate, m->signature.experts, row);
             failed++;
         }
     }
@@ -460,7 +458,7 @@ static bool wanted(int count, char **arguments, const char *group)
     for (int i = 1; i < count; i++) {
         if (strcmp(arguments[i], group) == 0)
             return true;
-        any = any || (strcmp(arguments[i], "small") != 0 && strcmp(arguments[i], "variants") != 0);
+        any = any || strcmp(arguments[i], "small") != 0;
     }
     return !any;
 }
@@ -469,11 +467,8 @@ int main(int count, char **arguments)
 {
     shape_t shapes[SHAPES_MAX];
     ffn_kit_t kit;
-    uint32_t variants = 1;
-    for (int i = 1; i < count; i++) {
+    for (int i = 1; i < count; i++)
         small = small || strcmp(arguments[i], "small") == 0;
-        variants = strcmp(arguments[i], "variants") == 0 ? DECODE_VARIANT_COUNT : variants;
-    }
     setvbuf(stdout, NULL, _IOLBF, 0);
     ffn_kit_open(&kit, small ? 12 : 0);
     const uint32_t n = shapes_make(shapes);
@@ -483,17 +478,11 @@ int main(int count, char **arguments)
         const uint64_t start = xp_monotonic_ns();
         const uint32_t before = failed;
         ffn_kit_model_make(&kit, s, s->experts ? 2 : 3, 1000 + i * 100000, shapes[i].bias, &m);
-        for (variant = 0; variant < variants; variant++) {
-            const uint32_t so_far = failed;
-            CHECK_OK(ffn_cuda_kernels_choose(&kit.kernels, variant));
-            if (wanted(count, arguments, "decode"))
-                test_decode(&kit, &m);
-            if (wanted(count, arguments, "resident")) {
-                test_resident(&kit, &m, false, false);
-                test_resident(&kit, &m, true, i % 2);
-            }
-            if (failed != so_far)
-                printf("variant %u: %u failed\n", variant, failed - so_far);
+        if (wanted(count, arguments, "decode"))
+            test_decode(&kit, &m);
+        if (wanted(count, arguments, "resident")) {
+            test_resident(&kit, &m, false, false);
+            test_resident(&kit, &m, true, i % 2);
         }
         if (wanted(count, arguments, "bulk"))
             test_bulk(&kit, &m);

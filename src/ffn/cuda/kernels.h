@@ -11,7 +11,6 @@
 #define XPOOL_FFN_CUDA_KERNELS_H
 
 #include "cuda/device.h"
-#include "ffn/cuda/decode_shape.h"
 #include "ffn/cuda/tables.h"
 
 enum {
@@ -26,14 +25,13 @@ enum {
     FFN_KERNEL_DOWN_BF16,
     FFN_KERNEL_GATE_F16,
     FFN_KERNEL_DOWN_F16,
-    FFN_KERNEL_DECODE, /* DECODE_VARIANT_COUNT of them */
-    FFN_KERNEL_COUNT = FFN_KERNEL_DECODE + DECODE_VARIANT_COUNT
+    FFN_KERNEL_DECODE,
+    FFN_KERNEL_COUNT
 };
 
 typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
     cuda_module_t decode, bulk, grouped;
-    uint32_t variant; /* of the decode kernel */
     cuda_function_t function[FFN_KERNEL_COUNT];
     uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
 } ffn_cuda_kernels_t;
@@ -43,8 +41,6 @@ typedef struct ffn_cuda_kernels {
  * multiprocessor; fewer leave room for others (a Lane's workspace stays with one number). */
 xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
                                   ffn_cuda_kernels_t *kernels_out);
-/* Decodes with that variant, less than DECODE_VARIANT_COUNT; 0 after loading. */
-xp_status_t ffn_cuda_kernels_choose(ffn_cuda_kernels_t *kernels, uint32_t variant);
 void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels); /* accepts all zero */
 
 /* What the workspaces of a device's Lanes must hold: the maxima over the layers it serves. Zeroed,

@@ -280,11 +280,7 @@ static bool fake_busy(cuda_stream_t stream)
 }
 
 static const fake_kernel_t fake_ffn_kernels[] = {
-    {"ffn_decode_0", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_1", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_2", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_3", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_4", fake_run_one_or_resident, {8, 8, 4}},
+    {"ffn_decode", fake_run_one_or_resident, {8, 8, 4}},
     {"ffn_bulk_begin", fake_run_nothing, {8}},
     {"ffn_bulk_route", fake_run_nothing, {8}},
     {"ffn_bulk_plan", fake_run_nothing, {8}},
