@@ -79,7 +79,6 @@ xp_status_t stage_heap_join(stage_heap_t *heap, const cuda_device_t *device, uin
 /* Device code of the plug-in, or other code that calls NVSHMEM: loaded, and told of the heap. */
 cuda_image_t stage_heap_image(const stage_heap_t *heap);
 xp_status_t stage_heap_module_ready(stage_heap_t *heap, const cuda_module_t *module);
-uint32_t stage_heap_pe(const stage_heap_t *heap);
 /* NVSHMEM_FAR: no other PE's memory is mapped, or treated so. */
 bool stage_heap_far(const stage_heap_t *heap);
 /* An address in this PE's heap: symmetric, that is, good for device calls with any PE. */
