@@ -406,7 +406,7 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             runtime->layer_template[next_layer + l] = model->template[l];
             runtime->layer_part[next_layer + l] = part;
             const uint32_t rows =
-                ffn_cuda_decode_rows(&runtime->template[model->template[l]].signature);
+                ffn_cuda_streamed_rows(&runtime->template[model->template[l]].signature);
             if (rows < runtime->dispatch.models[m].decode_rows)
                 runtime->dispatch.models[m].decode_rows = rows;
         }

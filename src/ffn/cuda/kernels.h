@@ -78,6 +78,14 @@ static inline uint32_t ffn_cuda_decode_rows(const ffn_cuda_signature_t *signatur
     return signature->experts ? FFN_CUDA_DECODE_ROWS : FFN_CUDA_DENSE_ROWS;
 }
 
+/* Most rows that are given to it: above, the grouped products are sooner ready (H200, 32 rows of
+ * Qwen3-30B-A3B: 333 us, the decode kernel 727, docs/benchmarks.md). */
+static inline uint32_t ffn_cuda_streamed_rows(const ffn_cuda_signature_t *signature)
+{
+    const uint32_t most = ffn_cuda_decode_rows(signature);
+    return most < FFN_CUDA_DENSE_ROWS ? most : FFN_CUDA_DENSE_ROWS;
+}
+
 /* The layer of `lane` (device address of a ffn_cuda_lane_t) for its live rows, 0 to
  * ffn_cuda_decode_rows(). One cooperative launch. */
 xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
