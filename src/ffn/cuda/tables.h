@@ -19,7 +19,7 @@
 #define FFN_CUDA_MAX_EXPERTS    512u
 #define FFN_CUDA_MAX_TOP_K      32u
 #define FFN_CUDA_MAX_GROUPS     32u
-#define FFN_CUDA_DECODE_ROWS    16u /* most rows of the decode kernel: layers of experts */
+#define FFN_CUDA_DECODE_ROWS    32u /* most rows of the decode kernel: layers of experts */
 #define FFN_CUDA_DENSE_ROWS     16u /* most rows of it: dense layers */
 #define FFN_CUDA_WIDTH_MULTIPLE 8u
 #define FFN_CUDA_NO_LAYER       0xffffffffu
