@@ -558,9 +558,8 @@ static xp_status_t daemon_start(daemon_t *daemon)
     }
     for (uint32_t i = 0; i < config->model_count; i++) {
         daemon->instances[i].rank_count = daemon->planned->models[i].ranks;
-        if (config->models[i].engine == CONFIG_ENGINE_SGLANG)
-            XP_TRY(
-                model_checkpoint_digest(config->models[i].path, daemon->instances[i].checkpoint));
+        daemon->instances[i].stamp = model_checkpoint_stamp(config->models[i].path);
+        XP_TRY(model_checkpoint_digest(config->models[i].path, daemon->instances[i].checkpoint));
     }
     XP_TRY(daemon_make_plan_memfd(&daemon->planned->plan, &daemon->plan_fd));
     if (!daemon->planned->cuda) {

@@ -271,6 +271,9 @@ bool daemon_generation_formed(daemon_t *daemon)
     xp_status_t status;
     fabric_t *fabric = NULL;
     int plan_fd = -1;
+    /* FfnAgents read anew, Instances keep what they read at the start. */
+    for (uint32_t i = 0; i < daemon->config->model_count; i++)
+        XP_TRY_GOTO(status, fail, daemon_instance_check_checkpoint(&daemon->instances[i]));
     XP_TRY_GOTO(status, fail, daemon_make_plan_memfd(&daemon->planned->plan, &plan_fd));
     if (daemon->fabric) {
         XP_TRY_GOTO(status, fail, fabric_shm_renew(&daemon->planned->plan, &daemon->descriptors));

@@ -485,6 +485,25 @@ static bool waits_for_predecessor(daemon_instance_t *instance, daemon_participan
     return true;
 }
 
+xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance)
+{
+    const config_model_t *model = configured(instance);
+    uint8_t digest[MODEL_DIGEST_BYTES];
+    uint64_t stamp = model_checkpoint_stamp(model->path);
+    if (stamp == instance->stamp)
+        return XP_OK;
+    xp_status_t status = model_checkpoint_digest(model->path, digest);
+    if (status != XP_OK)
+        return xp_fail_context(status, "the checkpoint of model %s", model->id);
+    if (memcmp(digest, instance->checkpoint, sizeof(digest)) != 0)
+        return xp_fail(XP_INVALID,
+                       "the checkpoint of model %s, %.300s, is not the one that the system started "
+                       "with; put that back, or start everything again",
+                       model->id, model->path);
+    instance->stamp = stamp;
+    return XP_OK;
+}
+
 void daemon_instance_register(daemon_participant_t *participant)
 {
     daemon_t *daemon = participant->daemon;
@@ -519,6 +538,11 @@ void daemon_instance_register(daemon_participant_t *participant)
     if (rank->participant) {
         daemon_participant_refuse(participant, "model %s already has its Instance (pid %d)",
                                   model->id, (int)rank->participant->pid);
+        return;
+    }
+    /* Another engine says itself what it loads. */
+    if (!library && daemon_instance_check_checkpoint(instance) != XP_OK) {
+        daemon_participant_refuse(participant, "%.400s", xp_error_last()->text);
         return;
     }
     if (!daemon_instance_present(instance)) {

@@ -114,7 +114,8 @@ typedef struct daemon_instance {
     uint64_t ending_ns;
     uint64_t admitted_ns;                   /* the first rank's Hello, for deadlines.startup */
     char engine[64];                        /* a library's name and release */
-    uint8_t checkpoint[MODEL_DIGEST_BYTES]; /* of the configured path, for engines that load it */
+    uint8_t checkpoint[MODEL_DIGEST_BYTES]; /* of the configured path, at the start */
+    uint64_t stamp;                         /* of the same files */
     char host[64];
     uint32_t port; /* 0: no HTTP */
     uint32_t max_context;
@@ -241,6 +242,9 @@ void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t rank, const
 void daemon_instance_try_attach(daemon_instance_t *instance);
 /* A rank's open request waits for the next Generation. */
 bool daemon_instance_waits(const daemon_instance_t *instance);
+/* XP_INVALID: its checkpoint on disk is not the one of the start, with which what is loaded would
+ * not go together. Reads files only where one was written since. */
+xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance);
 /* Tells the ranks to warm up, once all are attached. */
 void daemon_instance_initialize(daemon_instance_t *instance);
 /* Takes over what its ranks and its health say into its state, and tells the gateway. */

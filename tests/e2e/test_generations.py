@@ -5,8 +5,11 @@ run by hand are waited for. An agent that always dies, or for which none comes, 
 
 import contextlib
 import os
+import pathlib
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 
@@ -284,6 +287,42 @@ def down_while_forming():
                 harness.check(not stream.thread.is_alive(), "a client hangs after the stop")
 
 
+def rewrite(folder, change):
+    """Every weight file of a checkpoint is written anew, its last half backwards if `change`."""
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        if change:
+            half = len(data) // 2
+            data = data[:half] + data[:half - 1 : -1]
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(data)
+        fresh.replace(path)
+
+
+def checkpoint_changed():
+    """Files written anew with the same bytes are read again; with other bytes, nothing is served that mixes
+    them with what the Instances hold: no new Instance, and no next Generation."""
+    prompt = harness.golden()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, "checkpoint")
+        shutil.copytree(harness.TALES, copy)
+        with harness.System([harness.model("left", copy, dtype="float32")], atn=1, ffn=1) as system:
+            system.start(120)
+            want = system.generate("left", prompt["ids"], LENGTH, 120)
+            rewrite(copy, False)
+            os.kill(system.pid("ffnagent"), signal.SIGKILL)
+            formed(system, 2)
+            harness.check(system.generate("left", prompt["ids"], LENGTH, 60) == want, "the same files, other tokens")
+            rewrite(copy, True)
+            os.kill(system.pid("serve left"), signal.SIGKILL)
+            harness.wait_until(lambda: "serve left" not in system.roles(), 5, "the Instance is dead")
+            code, _, error = system.run("serve", "left", timeout=30)
+            harness.check(code != 0 and "is not the one" in error, f"an Instance of other files: {code} {error}")
+            os.kill(system.pid("ffnagent"), signal.SIGKILL)
+            system.expect_end(None)
+            harness.check("the checkpoint of model left" in system.log(), "the reason is not given")
+
+
 def off():
     """deadlines.reform = 0: an agent's death is everybody's, as test_kill has it in full."""
     with system_of_two("[deadlines]\nreform = 0") as system:
@@ -306,5 +345,6 @@ if __name__ == "__main__":
         nobody_comes,
         dies_again_and_again,
         down_while_forming,
+        checkpoint_changed,
         off,
     )
