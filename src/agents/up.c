@@ -20,6 +20,7 @@
 #include "base/log.h"
 #include "control/client.h"
 #include "control/gpus.h"
+#include "control/participant.h"
 #include "cuda/mps.h"
 
 #define UP_MAX_CHILDREN  (2 + 2 * CONFIG_MAX_DEVICES + CONFIG_MAX_MODELS)
@@ -98,9 +99,9 @@ static xp_status_t start_child(const up_t *up, up_child_t *child)
         sigset_t term;
         sigemptyset(&term);
         sigaddset(&term, SIGTERM);
-        sigprocmask(SIG_SETMASK, &term, NULL);
         signal(SIGINT, SIG_IGN);
         signal(SIGHUP, SIG_IGN);
+        sigprocmask(SIG_SETMASK, &term, NULL);
         if (child->engine)
             setpgid(0, 0);
         prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -325,8 +326,16 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
                   up->failed || !daemon_goes_on(up)))
         return;
     if (up->stopping || up->failed || daemon_is_stopping(up)) {
-        if ((own_end || is_former(up, child)) && !up->failed)
+        /* An agent that was killed is the daemon's to judge: the end of its Generation, or of all.
+         */
+        bool judged = is_agent(child) && WIFSIGNALED(wait_status) &&
+                      WTERMSIG(wait_status) == SIGKILL && !up->killed;
+        bool unheard = WIFEXITED(wait_status) && WEXITSTATUS(wait_status) == PARTICIPANT_UNHEARD;
+        if ((own_end || is_former(up, child) || judged || unheard) && !up->failed) {
+            if (judged && !up->changed_ns)
+                up->changed_ns = xp_monotonic_ns(); /* the others end with it */
             return;
+        }
         up->exit_code = up->exit_code == 130 ? 130 : 1;
         return;
     }
@@ -542,6 +551,7 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
     while (alive(up)) {
         struct timespec tick = {.tv_nsec = UP_TICK_MS * 1000000};
         int got = sigtimedwait(&signals, NULL, &tick);
+        reap(up); /* whoever died before the signal did not die of it */
         if (got == SIGINT || got == SIGTERM || got == SIGHUP)
             on_stop_signal(up, got);
         reap(up);

@@ -237,6 +237,28 @@ def nobody_comes():
             harness.check(not stream.thread.is_alive() and not stream.done, "a stream ended as if it were complete")
 
 
+def fall_together():
+    """Eight agents that wait for the next Generation die at once: that is one misfortune, not eight, and
+    brings nothing nearer to the end."""
+    with harness.System([harness.model("left", dtype="float32")], atn=4, ffn=4) as system:
+        system.start(120)
+        for _ in range(2):
+            before = generation(system)
+            # One that stands still keeps the next Generation from its plan until it is killed.
+            still = system.pid("ffnagent cpu:7")
+            os.kill(still, signal.SIGSTOP)
+            os.kill(system.pid("atnagent cpu:0"), signal.SIGKILL)
+            harness.wait_until(lambda: sum(a["registered"] for a in system.state()["agents"]) >= 6, 10, "agents", 0.005)
+            for role, pid in system.roles().items():
+                if "agent" in role and pid != still:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            formed(system, before + 1)
+        fallen = system.log().count("waits for another one")
+        harness.check(fallen >= 6, f"only {fallen} agents died before the plan")
+        system.stop()
+
+
 def dies_again_and_again():
     """Each new FfnAgent is killed once it has registered: a bounded number of them, then the end."""
     with system_of_two() as system:
@@ -285,6 +307,25 @@ def down_while_forming():
             for stream in streams:
                 stream.thread.join(5)
                 harness.check(not stream.thread.is_alive(), "a client hangs after the stop")
+
+
+def killed_while_draining():
+    """An agent that dies while requests drain: nobody waits for deadlines.drain, the end is no clean one."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        streams = streams_of(system, prompt)
+        for name, pid in system.roles().items():
+            if name.startswith("ffnagent"):
+                os.kill(pid, signal.SIGSTOP)
+        system.interrupt()
+        harness.wait_until(lambda: "-> DRAINING" in system.log(), 5, "DRAINING", 0.005)
+        os.kill(system.pid(FFN), signal.SIGKILL)
+        system.expect_end(None, 8)
+        harness.check(f"{FFN}: its process" in system.log(), "the reason is not given")
+        for stream in streams:
+            stream.thread.join(5)
+            harness.check(not stream.thread.is_alive(), "a client hangs after the end")
 
 
 def rewrite(folder, change):
@@ -343,8 +384,10 @@ if __name__ == "__main__":
         stopped_for_good,
         by_hand,
         nobody_comes,
+        fall_together,
         dies_again_and_again,
         down_while_forming,
+        killed_while_draining,
         checkpoint_changed,
         off,
     )
