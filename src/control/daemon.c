@@ -516,6 +516,7 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
             daemon_instance_close_arenas(&daemon->instances[i], XP_CLOSED);
     daemon_participants_admit_waiting(daemon);
     daemon_plane_tick(daemon);
+    daemon_instances_watch(daemon);
     daemon_status_probe(daemon);
     daemon_advance(daemon);
     continue_stop(daemon);

@@ -20,6 +20,9 @@
 
 #define WORKLOAD_TIMEOUT_NS (5 * XP_NS_PER_S) /* from a library's Hello to its Workload */
 #define STUCK_LIMIT         3 /* Generations in a row that may fail over one request */
+#define WATCH_SUBMISSIONS   2 /* an AtnAgent has so many times deadlines.submission ... */
+#define WATCH_SLACK_S       1 /* ... and this */
+#define WATCH_GAP_NS        (2 * XP_NS_PER_S) /* between two looks: the daemon stood still too */
 /* Of deadlines.registration, how long a rank waits for its predecessor's end: less than it would
  * wait for us, so that it is told why. */
 #define WAIT_SHARE 0.875
@@ -254,6 +257,53 @@ void daemon_instance_try_attach(daemon_instance_t *instance)
         attach->lease = rank->lease;
         if (wire_channel_send(agent->channel, &envelope, &rank->arena_fd, 1) != XP_OK)
             xp_log_error("cannot hand an arena to its AtnAgent");
+    }
+}
+
+/* Whether the rank's request has waited for `limit_ns`, as far as was seen; `anew`: begin again. */
+static bool stands_still(daemon_rank_t *rank, uint64_t now, uint64_t limit_ns, bool anew)
+{
+    uint64_t answered = 0;
+    bool open = false;
+    if (rank->arena_fd < 0 || !rank->attached_at_agent ||
+        transport_arena_look(rank->arena_fd, &answered, &open) != XP_OK || !open) {
+        rank->open_since_ns = 0;
+        return false;
+    }
+    if (anew || !rank->open_since_ns || rank->open_sequence != answered) {
+        rank->open_since_ns = now;
+        rank->open_sequence = answered;
+    }
+    return now - rank->open_since_ns > limit_ns;
+}
+
+void daemon_instances_watch(daemon_t *daemon)
+{
+    /* An AtnAgent that runs finds out by itself, and first. */
+    double limit = WATCH_SUBMISSIONS * daemon->config->deadlines.submission + WATCH_SLACK_S;
+    uint64_t now = xp_monotonic_ns();
+    bool executes = daemon->state >= DAEMON_EXECUTABLE && daemon->state <= DAEMON_DRAINING;
+    bool anew = now - daemon->watched_ns > WATCH_GAP_NS;
+    if (daemon->plane || daemon->failed || daemon->reforming || !executes)
+        return;
+    daemon->watched_ns = now;
+    for (uint32_t i = 0; i < daemon->config->model_count; i++) {
+        daemon_instance_t *instance = &daemon->instances[i];
+        for (uint32_t r = 0; r < instance->rank_count && !instance->ending; r++) {
+            daemon_rank_t *rank = &instance->ranks[r];
+            char who[80], what[256];
+            if (!stands_still(rank, now, (uint64_t)(limit * (double)XP_NS_PER_S), anew))
+                continue;
+            snprintf(who, sizeof(who), "atnagent %s",
+                     daemon->config->atn[planned(instance)->rank_atn[r]].name);
+            snprintf(what, sizeof(what),
+                     "no answer to request %llu of model %.96s within %g s (deadlines.submission "
+                     "is %g s)",
+                     (unsigned long long)rank->open_sequence + 1, configured(instance)->id, limit,
+                     daemon->config->deadlines.submission);
+            daemon_generation_fail(daemon, who, what);
+            return;
+        }
     }
 }
 

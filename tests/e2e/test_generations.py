@@ -177,18 +177,24 @@ def agents_at_once():
 
 
 def stopped_for_good():
-    """An FfnAgent that stands still past deadlines.submission is replaced; it is killed, not waited for."""
+    """An agent that stands still past deadlines.submission is replaced; it is killed, not waited for."""
     prompt = harness.golden()[0]
     with system_of_two("[deadlines]\nsubmission = 1.0") as system:
         system.start(120)
         want = system.generate("left", prompt["ids"], LENGTH, 120)
-        streams = streams_of(system, prompt)
-        pid = system.pid(FFN)
-        os.kill(pid, signal.SIGSTOP)
-        for stream in streams:
-            harness.check(stream.result(60) == want, "tokens changed by the new Generation")
-        formed(system, 2)
-        harness.check(system.pid(FFN) != pid, "the FfnAgent that stood still was not replaced")
+        for number, role in enumerate((FFN, "atnagent cpu:0"), 2):
+            pid = system.pid(role)
+            others = [p for r, p in system.roles().items() if r.startswith("ffnagent") and r != role]
+            streams = streams_of(system, prompt)
+            for one in (*others, pid):
+                os.kill(one, signal.SIGSTOP)
+            time.sleep(0.1)  # requests are certainly open
+            for one in others:
+                os.kill(one, signal.SIGCONT)
+            for stream in streams:
+                harness.check(stream.result(60) == want, "tokens changed by the new Generation")
+            formed(system, number)
+            harness.check(system.pid(role) != pid, f"the {role} that stood still was not replaced")
         system.stop()
 
 
