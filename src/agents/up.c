@@ -30,6 +30,7 @@
 #define UP_SLACK_S       5 /* past the daemon's own deadlines of an ordered end */
 #define UP_GRACE_NS      (700 * XP_NS_PER_MS) /* after a failure, before what is left is killed */
 #define UP_SHORT_LIFE_NS (1 * XP_NS_PER_S)
+#define UP_PAUSE_SHARE   4 /* of deadlines.reform, at most, before who lived shortly is replaced */
 #define UP_SWEEP_NS      (1 * XP_NS_PER_S) /* for what an engine's main process leaves behind */
 
 typedef struct up_child {
@@ -271,7 +272,9 @@ static bool replaces(up_t *up, up_child_t *child)
                    (uint64_t)((up->config->deadlines.stop + UP_SLACK_S) * (double)XP_NS_PER_S)) {
         return false;
     }
-    child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + UP_SHORT_LIFE_NS : now;
+    double share = up->config->deadlines.reform / UP_PAUSE_SHARE * (double)XP_NS_PER_S;
+    uint64_t pause = share < (double)UP_SHORT_LIFE_NS ? (uint64_t)share : UP_SHORT_LIFE_NS;
+    child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + pause : now;
     return true;
 }
 

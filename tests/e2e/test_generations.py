@@ -254,6 +254,7 @@ def fall_together():
             still = system.pid("ffnagent cpu:7")
             os.kill(still, signal.SIGSTOP)
             os.kill(system.pid("atnagent cpu:0"), signal.SIGKILL)
+            harness.wait_until(lambda: generation(system) > before, 10, "the next Generation begins", 0.005)
             harness.wait_until(lambda: sum(a["registered"] for a in system.state()["agents"]) >= 6, 10, "agents", 0.005)
             for role, pid in system.roles().items():
                 if "agent" in role and pid != still:
