@@ -14,6 +14,7 @@ Steps, in this order where none are named:
     kill      kill -9 of one SGLang scheduler in mid-decode; the others' tokens (in the system of `tokens`)
     cold      three MoE models at a few requests a second each, beside a static split of the same two GPUs
     layouts   tokens of (2, 1) and (1, 2), both roles on both GPUs
+    float32   those tokens beside transformers in float32, on the CPU: with --resume also later and elsewhere
     spread    how dummy routers spread tokens over experts
     more      `latency` of the other models
 
@@ -46,9 +47,10 @@ import results
 import sglang_models
 import sglang_servers
 import sglang_spread
+import sglang_truth
 from sglang_servers import Fleet, Model, harness
 
-ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "spread", "more")
+ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "float32", "spread", "more")
 MODELS = ("Qwen3-30B-A3B", "Qwen3-14B", "DeepSeek-V2-Lite", "GLM-4.7-Flash")
 COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
 FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v2", "glm4-moe-lite")
@@ -157,7 +159,12 @@ class Run:
         planned += [f"sglang.tokens.{c}.graphs.{x}.agreement" for c, x in layouts(arguments, self.host)]
         planned += ["sglang.spread.plain.least_tokens", "sglang.spread.crosspool.least_tokens"]
         name = "sglang_rehearsal.json" if arguments.rehearse else "sglang_gpu.json"
-        self.book = Book(arguments.out / name, self.host.describe(), arguments.resume and arguments.resume / name, planned)
+        before = arguments.resume and arguments.resume / name
+        if arguments.only == "float32" and before and before.exists():  # of what was measured there
+            machine = json.loads(before.read_text())["machine"]
+        else:
+            machine = self.host.describe()
+        self.book = Book(arguments.out / name, machine, before, planned)
 
     def modes(self):
         return ("eager",) if self.arguments.rehearse else ("graphs", "eager")
@@ -528,8 +535,40 @@ def compare(metric, plain, ours):
         words += "; part at (distance of the best two: token) " + ", ".join(f"{gap:.3f}: {at}" for gap, at in sorted(parted)[::-1])
     return [
         results.row(f"{metric}.agreement", same / total, "fraction", note=words),
-        results.row(f"{metric}.wrong", wrong, "prompts", target="<= 0", note=f"part where the best two are more than {ROUNDING} apart"),
+        results.row(f"{metric}.far", wrong, "prompts", note=f"part where SGLang's best two are more than {ROUNDING} apart; which side is right, float32 tells"),
     ]
+
+
+def float32_rows(metric, judged):
+    """Both sides beside the same checkpoint in float32; `judged` is sglang_truth's answer."""
+    ours, theirs = (sglang_truth.summary(judged[side]) for side in ("ours", "plain"))
+    worse = sglang_truth.verdict(ours, theirs)
+    return [
+        results.row(f"{metric}.float32_agreement", 1 - ours["missed"] / ours["tokens"], "fraction",
+                    peer=1 - theirs["missed"] / theirs["tokens"], note=f"ours: {sglang_truth.words(ours)}; peer: {sglang_truth.words(theirs)}"),
+        results.row(f"{metric}.float32_first", ours["first"], "tokens", peer=theirs["first"], note="of an answer before the first that is not float32's, mean"),
+        results.row(f"{metric}.float32_worse", worse, "sigma", target=f"<= {sglang_truth.SIGMAS:g}",
+                    note="by which ours misses float32's tokens more often than the peer, or by more than "
+                    f"{sglang_truth.FAR} nat: {ours['missed']} and {ours['far']}, peer {theirs['missed']} and {theirs['far']}, of {ours['tokens']}"),
+    ]
+
+
+def step_float32(run):
+    """Of what `tokens` and `layouts` have kept; needs no server and no GPU."""
+    for metric, (checkpoint, mode, name, ours) in run.samples.kinds.get("ours", {}).items():
+        plain = run.samples.get("tokens", name)
+        if plain and not run.book.has(f"{metric}.float32_worse"):
+            third_party(run, metric, run.small(checkpoint, mode).path, plain, ours)
+
+
+def third_party(run, metric, path, plain, ours):
+    prompts = prompts_of(run, path)
+    sides = {name: [[prompt, said] for prompt, (said, _) in zip(prompts[: len(ours)], side, strict=True)] for name, side in (("ours", ours), ("plain", plain))}
+    run.need(10, "the float32 reference")
+    rows = float32_rows(metric, sglang_truth.ask(run.arguments.python, path, sides))
+    run.book.add(*rows)
+    if rows[2]["value"] > sglang_truth.SIGMAS:
+        run.failures.append(f"{metric}: further from float32 than SGLang alone: {rows[2]['note']}")
 
 
 def step_tokens(run):
@@ -548,6 +587,7 @@ def step_tokens(run):
         if mode == "graphs":
             replayed.check(run.sizes.greedy - 2)
         run.book.add(*compare(f"sglang.tokens.{checkpoint}.{mode}.1x1", plain, ours))
+        run.samples.keep("ours", f"sglang.tokens.{checkpoint}.{mode}.1x1", [checkpoint, mode, name, ours])
     check_graphs(run, fleet.servers())
 
 
@@ -568,6 +608,7 @@ def step_layouts(run):
         truth = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
         ours = greedy(run, fleet.instances[model.name])
         run.book.add(*compare(f"sglang.tokens.{checkpoint}.graphs.{layout}", truth, ours))
+        run.samples.keep("ours", f"sglang.tokens.{checkpoint}.graphs.{layout}", [checkpoint, mode, name, ours])
     check_graphs(run, fleet.servers())
 
 
@@ -775,6 +816,7 @@ STEPS = {
     "kill": step_kill,
     "cold": step_cold,
     "layouts": step_layouts,
+    "float32": step_float32,
     "spread": step_spread,
     "more": step_more,
 }

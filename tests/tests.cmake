@@ -179,7 +179,7 @@ set_tests_properties(e2e/demo PROPERTIES RUN_SERIAL TRUE)
 
 # --- models of the protocol, data races ------------------------------------------------------------
 if(EXISTS ${CMAKE_SOURCE_DIR}/verify/run.sh)
-  xpool_script_test(verify/spin verify 300 sh verify/run.sh)
+  xpool_script_test(verify/spin verify 600 sh verify/run.sh)
 endif()
 if(EXISTS ${CMAKE_SOURCE_DIR}/tests/tsan/run.sh)
   xpool_script_test(sanitize/tsan "sanitize" 600 sh tests/tsan/run.sh)

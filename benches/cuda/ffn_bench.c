@@ -5,7 +5,7 @@
  * L2 in all.
  *
  * usage: cuda_ffn_bench [quick] [dense-decode] [moe-decode] [dense-prefill] [moe-prefill]
- *                       [variants] [read]   (these only when named)
+ *                       [split] [read]      (these only when named)
  * Rows go to stdout as lines of JSON; benches/cuda/ffn_on_device makes the file.
  */
 #include <math.h>
@@ -269,7 +269,7 @@ static void bench_dense_decode(ffn_kit_t *kit)
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, &s, 6, 1, false, &m);
-    lanes_make(kit, &m, 6, FFN_CUDA_DECODE_ROWS, 0, &l);
+    lanes_make(kit, &m, 6, FFN_CUDA_DENSE_ROWS, 0, &l);
     lanes_rows(kit, &l, 1);
     const double equal = decode_graph_us(kit, &l);
     lanes_calibrate(kit, &l);
@@ -308,7 +308,7 @@ static void bench_dense_decode(ffn_kit_t *kit)
 
 static void bench_moe_decode(ffn_kit_t *kit)
 {
-    static const uint32_t counts[] = {1, 2, 4, 8, 16};
+    static const uint32_t counts[] = {1, 2, 4, 8, 16, 32};
     const ffn_cuda_signature_t s = signature_moe();
     const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
     ffn_kit_model_t m;
@@ -530,16 +530,16 @@ static double mean_cycles(ffn_kit_t *kit, const ffn_cuda_workspace_t *w)
     return mean;
 }
 
-/* Decoding with each variant of the decode kernel. */
-static void bench_variants_of(ffn_kit_t *kit, const char *name, const ffn_cuda_signature_t *s,
-                              uint32_t layers, const uint32_t *counts, uint32_t count_of_counts)
+/* Decoding, with the time of each step. */
+static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_signature_t *s,
+                           uint32_t layers, const uint32_t *counts, uint32_t count_of_counts)
 {
     const double part_bytes = 3.0 * s->hidden * s->intermediate * 2;
     const uint32_t lane_count = s->experts ? MAX_LANES : layers;
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, s, layers, 6, false, &m);
-    lanes_make(kit, &m, lane_count, FFN_CUDA_DECODE_ROWS, 0, &l);
+    lanes_make(kit, &m, lane_count, ffn_cuda_decode_rows(s), 0, &l);
     const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
     cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
     for (uint32_t c = 0; c < count_of_counts; c++) {
@@ -560,46 +560,41 @@ static void bench_variants_of(ffn_kit_t *kit, const char *name, const ffn_cuda_s
             }
         }
         const double floor_us = parts * part_bytes / copy_rate * 1e6;
-        for (uint32_t v = 0; v < DECODE_VARIANT_COUNT; v++) {
-            char metric[96], note[700], text[500] = "";
-            CHECK_OK(ffn_cuda_kernels_choose(&kit->kernels, v));
-            for (uint32_t i = 0; i < l.count; i++)
-                l.lane[i].workspace.trace = NULL;
-            lanes_rows(kit, &l, rows);
-            const double graph = decode_graph_us(kit, &l);
-            const resident_times_t ahead = resident_us(kit, &l, true, 0);
-            const resident_times_t plain = resident_us(kit, &l, false, 0);
-            for (uint32_t i = 0; i < l.count; i++)
-                l.lane[i].workspace.trace = (void *)(uintptr_t)trace;
-            lanes_rows(kit, &l, rows);
-            ffn_kit_set(kit, trace, 0, trace_bytes);
-            resident_us(kit, &l, true, 0);
-            trace_text(kit, trace, quick ? 256 : sample_count, text, sizeof(text));
-            const double gate_cycles = mean_cycles(kit, &l.lane[0].workspace);
-            snprintf(metric, sizeof(metric), "ffn.%s.decode%u.variant%u.%s", name, rows, v,
-                     s->experts ? "floor_ratio" : "copy_fraction");
-            snprintf(
-                note, sizeof(note),
-                "resident %.2f us (P99 %.2f), look-ahead %.2f, captured %.2f; floor %.2f;%s; %.0f "
-                "cycles of gate",
-                plain.mean_us, plain.p99_us, ahead.mean_us, graph, floor_us, text, gate_cycles);
-            row(metric, s->experts ? plain.mean_us / floor_us : floor_us / plain.mean_us, "ratio",
-                1.0, NAN, NULL, note);
-        }
+        char metric[96], note[700], text[500] = "";
+        for (uint32_t i = 0; i < l.count; i++)
+            l.lane[i].workspace.trace = NULL;
+        lanes_rows(kit, &l, rows);
+        const double graph = decode_graph_us(kit, &l);
+        const resident_times_t ahead = resident_us(kit, &l, true, 0);
+        const resident_times_t plain = resident_us(kit, &l, false, 0);
+        for (uint32_t i = 0; i < l.count; i++)
+            l.lane[i].workspace.trace = (void *)(uintptr_t)trace;
+        lanes_rows(kit, &l, rows);
+        ffn_kit_set(kit, trace, 0, trace_bytes);
+        resident_us(kit, &l, true, 0);
+        trace_text(kit, trace, quick ? 256 : sample_count, text, sizeof(text));
+        const double gate_cycles = mean_cycles(kit, &l.lane[0].workspace);
+        snprintf(metric, sizeof(metric), "ffn.%s.decode%u.split.%s", name, rows,
+                 s->experts ? "floor_ratio" : "copy_fraction");
+        snprintf(note, sizeof(note),
+                 "resident %.2f us (P99 %.2f), look-ahead %.2f, captured %.2f; floor %.2f;%s; %.0f "
+                 "cycles of gate",
+                 plain.mean_us, plain.p99_us, ahead.mean_us, graph, floor_us, text, gate_cycles);
+        row(metric, s->experts ? plain.mean_us / floor_us : floor_us / plain.mean_us, "ratio", 1.0,
+            NAN, NULL, note);
     }
-    CHECK_OK(ffn_cuda_kernels_choose(&kit->kernels, 0));
     ffn_kit_free(kit, trace);
     lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
 }
 
-static void bench_variants(ffn_kit_t *kit)
+static void bench_split(ffn_kit_t *kit)
 {
-    static const uint32_t dense[] = {1, 4, 8, 16}, moe[] = {1, 4, 16};
+    static const uint32_t dense[] = {1, 4, 8, 16}, moe[] = {1, 4, 8, 16, 32};
     const ffn_cuda_signature_t s = signature_dense(), e = signature_moe();
     sample_count = 512;
-    bench_variants_of(kit, "dense", &s, 6, dense, 4);
-    bench_variants_of(kit, "moe", &e, 4, moe, 3);
+    bench_split_of(kit, "dense", &s, 6, dense, 4);
+    bench_split_of(kit, "moe", &e, 4, moe, 5);
     sample_count = SAMPLES;
 }
 
@@ -633,8 +628,8 @@ int main(int count, char **arguments)
     for (int i = 1; i < count; i++) { /* only when asked for */
         if (strcmp(arguments[i], "read") == 0)
             bench_read(&kit);
-        if (strcmp(arguments[i], "variants") == 0)
-            bench_variants(&kit);
+        if (strcmp(arguments[i], "split") == 0)
+            bench_split(&kit);
     }
     ffn_kit_close(&kit);
     return 0;

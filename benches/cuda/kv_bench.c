@@ -23,6 +23,7 @@
 #include "client.h"
 #include "cuda/stream.h"
 #include "cuda/vmm.h"
+#include "kv/backing.h"
 #include "kv/market.h"
 #include "library/private.h"
 
@@ -50,7 +51,22 @@ enum {
     DO_RAW,
     DO_FREE,
     DO_AWAIT_FREE,
+    DO_CLEARING,
     DO_QUIT
+};
+
+/* Ways of clearing a grant, and what they are called in rows. */
+static const struct {
+    const char *name;
+    kv_clearing_t way;
+} clearings[] = {
+    {"memset", {0, 0, 0}},
+    {"memset_4mib", {0, 0, 4}},
+    {"blocks_8", {8, 0, 0}},
+    {"blocks_16", {16, 0, 0}},
+    {"blocks_32", {32, 0, 0}},
+    {"blocks_8_pieces", {8, 256, 0}},
+    {"blocks_16_pieces", {16, 256, 0}},
 };
 
 typedef struct order {
@@ -350,6 +366,9 @@ static answer_t holder_do(holder_t *self, const order_t *order)
         return answer;
     case DO_REPLAY:
         return holder_replay(self);
+    case DO_CLEARING:
+        kv_backing_clearing(clearings[order->value].way);
+        return answer;
     case DO_FLOOR:
         return holder_floor(self, order->value);
     default:
@@ -749,12 +768,32 @@ static void *hops_main(void *context)
     return NULL;
 }
 
+/* Grants from donors, one after the other, while round trips are counted; how many. */
+static uint32_t busy_hops(uint32_t *turn, double *p50_out, double *longest_out)
+{
+    enum { KEPT = 1024 };
+    static double took[KEPT];
+    pthread_t thread;
+    uint32_t count = 0;
+    atomic_store(&hops.done, false);
+    CHECK(pthread_create(&thread, NULL, hops_main, NULL) == 0);
+    while (!atomic_load(&hops.done)) {
+        const double one = ms(demand((*turn)++ % 2, false).ns);
+        took[count++ % KEPT] = one;
+    }
+    pthread_join(thread, NULL);
+    const uint32_t kept = count < KEPT ? count : KEPT;
+    CHECK(kept > 0);
+    *p50_out = median(took, kept);
+    *longest_out = took[kept - 1]; /* sorted now */
+    return count;
+}
+
 /* Round trips of an Instance and an AtnAgent, at rest and while memory moves without a pause. */
 static void neighbours(void)
 {
     int life_fd, board_fd;
     agent_t agent;
-    pthread_t thread;
     client_setup_t setup = {
         .geometry = {.hidden = 2048, .max_rows = 1, .dtype = XP_DTYPE_BF16, .dp_size = 1},
         .rows = 1,
@@ -769,17 +808,11 @@ static void neighbours(void)
     client_round_trips(&hops.client, 20000);
     client_times_t rest = client_round_trips(&hops.client, HOP_TRIPS);
     demand(1, false);
-    uint32_t count = 0;
-    double longest = 0;
-    CHECK(pthread_create(&thread, NULL, hops_main, NULL) == 0);
-    while (!atomic_load(&hops.done)) {
-        const double took = ms(demand(count++ % 2, false).ns);
-        longest = took > longest ? took : longest;
-    }
-    pthread_join(thread, NULL);
+    double p50, longest;
+    uint32_t turn = 0, count = busy_hops(&turn, &p50, &longest);
+    client_times_t at_once = hops.times;
     client_times_t after = client_round_trips(&hops.client, HOP_TRIPS);
-    trim((count + 1) % 2);
-    const client_times_t *busy = &hops.times;
+    const client_times_t *busy = &at_once;
     char note[300];
     snprintf(note, sizeof(note),
              "P99 of an Instance's mailbox hop during %u grants of %llu MiB from a donor (longest "
@@ -791,6 +824,23 @@ static void neighbours(void)
     kit_row("kv.cuda.pingpong_p99_ratio", busy->each.p99_us / rest.each.p99_us, "ratio", -1, "<= 2",
             note);
     expect(rest.wrong + busy->wrong + after.wrong == 0 && count > 1, "hops were wrong");
+    for (uint32_t i = 0; i < sizeof(clearings) / sizeof(clearings[0]); i++) {
+        char metric[80];
+        for (uint32_t g = 0; g < 2; g++)
+            ask(&bench.holders[g], DO_CLEARING, i, false);
+        demand(turn++ % 2, false); /* the first one in this way */
+        count = busy_hops(&turn, &p50, &longest);
+        snprintf(metric, sizeof(metric), "kv.cuda.clear.%s.pingpong_p99_ratio", clearings[i].name);
+        snprintf(note, sizeof(note),
+                 "blocks %u, pieces of %u MiB, memsets of %u MiB (0: one); %u grants from a donor "
+                 "meanwhile, P50 %.2f, longest %.2f ms; hop P50/P99/longest %.2f/%.2f/%.1f us",
+                 clearings[i].way.blocks, clearings[i].way.piece_mib, clearings[i].way.memset_mib,
+                 count, p50, longest, hops.times.each.p50_us, hops.times.each.p99_us,
+                 hops.times.each.max_us);
+        kit_row(metric, hops.times.each.p99_us / rest.each.p99_us, "ratio", -1, NULL, note);
+        expect(hops.times.wrong == 0, "hops were wrong");
+    }
+    trim((turn + 1) % 2);
     CHECK_OK(agent_detach(&agent, hops.client.slot));
     client_exit(&hops.client);
     agent_stop(&agent);

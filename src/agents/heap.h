@@ -16,7 +16,7 @@ typedef struct agent_heap {
     const cuda_device_t *device; /* open */
     uint32_t pe;
     unsigned char id[XPOOL_NVSHMEM_ID_BYTES];
-    bool joined;
+    _Atomic bool joined; /* by the worker */
     struct event_base *base;
     /* On the loop: all have joined, or why not. */
     void (*done)(void *context, xp_status_t status, const char *error);

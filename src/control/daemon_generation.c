@@ -37,6 +37,7 @@ struct daemon_generation {
     struct event *on_grace;
     kept_shard_t kept[FABRIC_MAX_FFN][FABRIC_MAX_INSTANCES];
     uint32_t barren;
+    bool computed;          /* this Generation, by what an agent of a GPU has told */
     uint64_t fallen;        /* agents that died before it had its plan, by PE; each once */
     uint64_t executable_ns; /* of this Generation */
 };
@@ -92,13 +93,16 @@ void daemon_generation_hand(daemon_t *daemon, uint32_t ffn)
     if (!daemon->ffn[ffn])
         return;
     for (uint32_t w = 0; w < daemon->planned->weights_count; w++) {
-        const kept_shard_t *shard = &daemon->generation->kept[ffn][w];
+        kept_shard_t *shard = &daemon->generation->kept[ffn][w];
+        /* Its FfnAgent died while it offered: nobody can adopt it, and the next one needs room. */
+        if (shard->have < shard->blocks)
+            drop_shard(shard);
         xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
         envelope.body.kept_weights = (xpw_KeptWeights){.weights = w,
                                                        .blocks = shard->blocks,
                                                        .identity = shard->identity,
                                                        .content = shard->content};
-        for (uint32_t b = 0; shard->have == shard->blocks && b < shard->blocks; b++) {
+        for (uint32_t b = 0; b < shard->blocks; b++) {
             envelope.body.kept_weights.block = b;
             envelope.body.kept_weights.bytes = shard->bytes[b];
             if (wire_channel_send(daemon->ffn[ffn]->channel, &envelope, &shard->fd[b], 1) != XP_OK)
@@ -156,13 +160,19 @@ void daemon_generation_deadline(daemon_t *daemon, double seconds)
     daemon_set_deadline(daemon, left < seconds ? left : seconds);
 }
 
-/* Did this Generation bring anything? */
+void daemon_generation_told(daemon_t *daemon, const xpw_PlaneStats *stats)
+{
+    daemon->generation->computed = daemon->generation->computed || stats->invocations > 0;
+}
+
+/* Did this Generation bring anything? On GPUs whoever counted it may be the one that died. */
 static bool was_barren(const daemon_t *daemon)
 {
     fabric_pe_counters_t counters;
     uint64_t since = daemon->generation->executable_ns;
     daemon_pe_counters(daemon, daemon->config->atn_count, &counters);
-    return counters.invocations == 0 && (!since || xp_monotonic_ns() - since < BARREN_NS);
+    return counters.invocations == 0 && !daemon->generation->computed &&
+           (!since || xp_monotonic_ns() - since < BARREN_NS);
 }
 
 /* On GPUs the Instances end too: their kernels wait for rows that nobody will bring. */
@@ -220,6 +230,7 @@ static void end_generation(daemon_t *daemon, const char *who, const char *what)
     }
     self->barren = was_barren(daemon) ? self->barren + 1 : 0;
     self->executable_ns = self->fallen = 0;
+    self->computed = false;
     tell_former(daemon);
     if (!daemon->reforming)
         daemon->pause_began_ns = xp_monotonic_ns();

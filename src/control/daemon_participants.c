@@ -75,11 +75,19 @@ static void read_proc(pid_t pid, const char *file, char *out, size_t size)
         close(fd);
 }
 
+static bool has_died(const daemon_participant_t *participant)
+{
+    struct pollfd state = {.fd = participant->pidfd, .events = POLLIN};
+    return participant->pidfd >= 0 && poll(&state, 1, 0) == 1;
+}
+
 bool daemon_participant_dying(const daemon_participant_t *participant)
 {
     char text[PROC_TEXT_MAX], state;
     unsigned int flags;
     unsigned long long pending;
+    if (has_died(participant))
+        return true; /* /proc may know it no more */
     read_proc(participant->pid, "stat", text, sizeof(text));
     const char *after_name = strrchr(text, ')'); /* the name may hold anything */
     if (after_name && sscanf(after_name, ") %c %*d %*d %*d %*d %*d %u", &state, &flags) == 2 &&
@@ -250,10 +258,14 @@ static void watch_process(daemon_t *daemon, daemon_participant_t *participant)
         event_add(participant->on_death, NULL);
 }
 
-static bool has_died(const daemon_participant_t *participant)
+/* The news that `before` has died, which its successor was faster than: that one is nobody of the
+ * Generation that ends with it. */
+static void bury(daemon_participant_t *before, daemon_participant_t *successor)
 {
-    struct pollfd state = {.fd = participant->pidfd, .events = POLLIN};
-    return participant->pidfd >= 0 && poll(&state, 1, 0) == 1;
+    xpw_Role role = successor->role;
+    successor->role = xpw_Role_ROLE_NONE;
+    on_process_death(-1, 0, before);
+    successor->role = role;
 }
 
 static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
@@ -267,7 +279,7 @@ static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
         return;
     }
     if (slots[index] && has_died(slots[index]))
-        on_process_death(-1, 0, slots[index]); /* its successor was faster than the news */
+        bury(slots[index], participant);
     if (slots[index]) {
         daemon_participant_refuse(participant, "device %s already has its agent (pid %d)",
                                   participant->name, (int)slots[index]->pid);

@@ -541,6 +541,7 @@ bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envel
         return true;
     case xpw_Envelope_plane_stats_tag:
         agent->plane_stats = envelope->body.plane_stats;
+        daemon_generation_told(agent->daemon, &agent->plane_stats);
         return true;
     default:
         return false;

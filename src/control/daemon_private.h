@@ -206,6 +206,8 @@ void daemon_generation_fail(daemon_t *daemon, const char *who, const char *what)
  * Asked again until it is so. */
 bool daemon_generation_formed(daemon_t *daemon);
 void daemon_generation_executable(daemon_t *daemon);
+/* What an agent of a GPU has counted. */
+void daemon_generation_told(daemon_t *daemon, const xpw_PlaneStats *stats);
 /* Of `seconds`, what the pause since a failure may still last. */
 void daemon_generation_deadline(daemon_t *daemon, double seconds);
 void daemon_generation_keep(daemon_participant_t *agent, const xpw_KeptWeights *message,

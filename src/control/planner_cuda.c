@@ -17,6 +17,24 @@
 /* ---- devices ----------------------------------------------------------------------------------
  */
 
+/* NVSHMEM's PEs on shared GPUs agree on what MPS gives them, and those with a GPU of their own take
+ * no part in that: joining would never return. */
+static xp_status_t check_pes(const config_t *config)
+{
+    const char *both = NULL, *one = NULL;
+    for (uint32_t side = 0; side < 2; side++)
+        for (uint32_t d = 0; d < (side ? config->ffn_count : config->atn_count); d++) {
+            const config_device_t *device = side ? &config->ffn[d] : &config->atn[d];
+            *(gpus_shared(config, device) ? &both : &one) = device->name;
+        }
+    if (both && one)
+        return xp_fail(XP_UNSUPPORTED,
+                       "fabric.provider: with \"%s\" all GPUs have both roles or none has; %s has "
+                       "both and %s has one",
+                       config->fabric_provider, both, one);
+    return XP_OK;
+}
+
 static xp_status_t check_provider(const config_t *config, plan_result_t *result)
 {
     const char *name = config->fabric_provider;
@@ -37,7 +55,7 @@ static xp_status_t check_provider(const config_t *config, plan_result_t *result)
                             : strcmp(name, "nvshmem") == 0     ? FABRIC_PROVIDER_NVSHMEM
                             : strcmp(name, "p2p-relay") == 0   ? FABRIC_PROVIDER_P2P_RELAY
                                                                : FABRIC_PROVIDER_P2P;
-    return XP_OK;
+    return fabric_provider_heap(result->plan.provider) ? check_pes(config) : XP_OK;
 }
 
 xp_status_t planner_check_devices(const config_t *config, plan_result_t *result)

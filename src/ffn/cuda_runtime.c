@@ -392,6 +392,7 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             .layers = model->layers,
             .hidden = model->hidden,
             .dtype = model->dtype,
+            .decode_rows = FFN_CUDA_DECODE_ROWS,
         };
         for (uint32_t l = 0; l < model->layers; l++) {
             const uint32_t part = next_part + model->first_part[l];
@@ -404,6 +405,10 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             layer->next = next_layer + (l + 1) % model->layers;
             runtime->layer_template[next_layer + l] = model->template[l];
             runtime->layer_part[next_layer + l] = part;
+            const uint32_t rows =
+                ffn_cuda_streamed_rows(&runtime->template[model->template[l]].signature);
+            if (rows < runtime->dispatch.models[m].decode_rows)
+                runtime->dispatch.models[m].decode_rows = rows;
         }
         memcpy(runtime->part + next_part, model->part, model->parts * sizeof(*model->part));
         next_layer += model->layers;
@@ -489,7 +494,7 @@ static xp_status_t start_library(ffn_cuda_runtime_t *runtime, uint64_t *bytes_ou
     *bytes_out = 0;
     for (uint32_t t = 0; runtime->library && t < runtime->templates; t++) {
         cuda_template_t *template = &runtime->template[t];
-        if (template->signature.experts || template->piece_rows <= FFN_CUDA_DECODE_ROWS)
+        if (template->signature.experts || template->piece_rows <= FFN_CUDA_DENSE_ROWS)
             continue;
         XP_TRY(ffn_library_plan_make(runtime->library, &template->signature, template->piece_rows,
                                      runtime->config.bulk_blocks, &template->plan));

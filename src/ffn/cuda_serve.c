@@ -171,6 +171,17 @@ static xp_status_t serve_fire(ffn_cuda_runtime_t *runtime, const ffn_cuda_reques
                              request->urgent ? runtime->decode : runtime->bulk);
 }
 
+/* Most rows that the resident kernel takes of the model that the layer is of. */
+static uint32_t serve_decode_rows(const ffn_cuda_runtime_t *runtime, uint32_t layer)
+{
+    for (uint32_t m = 0; m < FFN_CUDA_MAX_MODELS; m++) {
+        const ffn_cuda_dispatch_model_t *model = &runtime->dispatch.models[m];
+        if (layer - model->first_layer < model->layers)
+            return model->decode_rows;
+    }
+    return 0;
+}
+
 /* Fires all requests there are; worked_out: whether there was one. */
 static xp_status_t serve_ring(ffn_cuda_runtime_t *runtime, bool *worked_out)
 {
@@ -187,7 +198,7 @@ static xp_status_t serve_ring(ffn_cuda_runtime_t *runtime, bool *worked_out)
         XP_TRY(serve_fire(runtime, &request));
         runtime->taken++;
         /* Work that the resident kernel could not have, for whatever reason. */
-        if (leased || request.rows > FFN_CUDA_DECODE_ROWS)
+        if (leased || request.rows > serve_decode_rows(runtime, request.layer))
             runtime->last_bulk_ns = xp_monotonic_ns();
         *worked_out = true;
     }

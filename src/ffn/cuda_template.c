@@ -4,9 +4,9 @@
  *
  *   gather inputs -> products -> publish
  *
- * whose launches read layer, rows and addresses from the Lane. Up to FFN_CUDA_DECODE_ROWS rows the
- * products are the decode kernel; above, the grouped products in pieces of piece_rows rows, so that
- * the urgent stream gets its turn between two launches. Captured by the owner, before the host
+ * whose launches read layer, rows and addresses from the Lane. Up to ffn_cuda_streamed_rows() rows
+ * the products are the decode kernel; above, the grouped products in pieces of piece_rows rows, so
+ * that the urgent stream gets its turn between two launches. Captured by the owner, before the host
  * thread starts.
  */
 #include "ffn/cuda_private.h"
@@ -27,7 +27,7 @@ void cuda_template_plan(const ffn_cuda_config_t *config, const ffn_cuda_signatur
     template_out->piece_rows = cuda_layout_piece_rows(signature, config->max_rows);
     if (config->piece_rows && config->piece_rows < template_out->piece_rows)
         template_out->piece_rows = config->piece_rows;
-    uint32_t rows = FFN_CUDA_DECODE_ROWS;
+    uint32_t rows = ffn_cuda_streamed_rows(signature);
     template_out->capacity[template_out->capacities++] = rows;
     while (rows < config->max_rows) {
         rows = rows < TEMPLATE_FIRST ? TEMPLATE_FIRST : rows * TEMPLATE_STEP;

@@ -46,6 +46,14 @@ xp_status_t kv_backing_create_memfd(const kv_backing_options_t *options,
  * every later call. */
 xp_status_t kv_backing_create_cuda(const kv_backing_options_t *options, const cuda_device_t *device,
                                    kv_backing_t **backing_out);
+/* How a device's grants are cleared. */
+typedef struct kv_clearing {
+    uint32_t blocks;     /* of the kernel that clears; 0: the driver's memset, on the whole GPU */
+    uint32_t piece_mib;  /* mapped, then cleared while the next one is mapped; 0: all at once */
+    uint32_t memset_mib; /* of one memset; 0: a piece */
+} kv_clearing_t;
+/* Of all backings of this process, for benchmarks that compare: before their next grow. */
+void kv_backing_clearing(kv_clearing_t clearing);
 void kv_backing_destroy(kv_backing_t *backing); /* accepts NULL; nobody uses the range any more */
 
 /* Makes the first `bundles` bundles have memory: more than before, fewer, or as many. Growing takes

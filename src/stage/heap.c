@@ -28,7 +28,6 @@ struct stage_heap {
     const xpool_nvshmem_plugin_t *plugin;
     const fabric_plan_t *plan;
     uint64_t bytes;
-    uint32_t pe;
     void *base;                          /* symmetric */
     cuda_address_t peer[FABRIC_MAX_PES]; /* where that of each PE is mapped here, or 0 */
 };
@@ -208,7 +207,12 @@ static xp_status_t find_wheel(const char *root, const char *const *pythons, uint
     if (named && *named)
         return wheel_in(named, found)
                    ? XP_OK
-                   : xp_fail(XP_UNSUPPORTED, "no lib/" HEAP_HOST " in %.300s", named);
+                   : xp_fail(XP_UNSUPPORTED,
+                             "no lib/" HEAP_HOST
+                             " in %.300s (fabric.nvshmem_root, or " STAGE_HEAP_ROOT_VARIABLE
+                             "): name the folder nvidia/nvshmem of the wheel "
+                             "nvidia-nvshmem-cu13",
+                             named);
     for (uint32_t i = 0; i < count; i++)
         if (pythons[i] && wheel_of_python(pythons[i], found))
             return XP_OK;
@@ -230,7 +234,10 @@ static xp_status_t find_plugin(char found[PATH_MAX])
     if (variable && *variable)
         return first_match(variable, found)
                    ? XP_OK
-                   : xp_fail(XP_UNSUPPORTED, "no plug-in %.300s", variable);
+                   : xp_fail(XP_UNSUPPORTED,
+                             "no plug-in %.300s (" STAGE_HEAP_PLUGIN_VARIABLE "): name " HEAP_PLUGIN
+                             " or leave the variable out",
+                             variable);
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1);
     if (length > 0) {
         program[length] = 0;
@@ -382,7 +389,6 @@ xp_status_t stage_heap_join(stage_heap_t *heap, const cuda_device_t *device, uin
         return xp_fail(XP_NO_MEMORY, "no symmetric heap of %llu bytes on %s",
                        (unsigned long long)heap->bytes, device->info.name);
     heap->base = base;
-    heap->pe = pe;
     /* Asked once: later, while kernels stay, the library is not called. */
     for (uint32_t i = 0; i < pes; i++) {
         void *at = i == pe ? base : stage_heap_far(heap) ? NULL : heap->plugin->peer(base, (int)i);
@@ -406,11 +412,6 @@ xp_status_t stage_heap_module_ready(stage_heap_t *heap, const cuda_module_t *mod
 bool stage_heap_far(const stage_heap_t *heap)
 {
     return heap->plan->provider == FABRIC_PROVIDER_NVSHMEM_FAR;
-}
-
-uint32_t stage_heap_pe(const stage_heap_t *heap)
-{
-    return heap->pe;
 }
 
 cuda_address_t stage_heap_at(const stage_heap_t *heap, uint64_t offset)

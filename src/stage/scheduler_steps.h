@@ -169,7 +169,7 @@ PROTOCOL_FUNCTION void stage_scheduler_line(stage_scheduler_t *s, uint32_t index
     work->group = group;
     work->members = stage_count_bits(group);
     work->member = stage_count_bits(group & ((1u << s->ffn) - 1));
-    work->urgent = work->line.kind == 0 || work->rows <= FFN_CUDA_DECODE_ROWS;
+    work->urgent = work->line.kind == 0 || work->rows <= work->decode_rows;
     work->phase = STAGE_QUEUED;
     work->arrival = s->arrivals++;
     work->passes = 0;
@@ -453,7 +453,7 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
     s->lane[work->lane].ticket = ticket;
     s->lane[work->lane].instance = instance;
     work->job = STAGE_JOB_NONE;
-    if (work->rows <= FFN_CUDA_DECODE_ROWS &&
+    if (work->rows <= work->decode_rows &&
         ffn_cuda_command_post(s->dispatch, &s->poster, work->lane, ticket,
                               plan.spread ? 0 : plan.word, work->line.sequence)) {
         /* What the resident kernel does not do: further consumers, after its `done`. */
@@ -601,6 +601,9 @@ PROTOCOL_FUNCTION int stage_scheduler_order(stage_scheduler_t *s, uint32_t insta
     work->abandoned = 0;
     if (transport_slot_state(wanted) == TRANSPORT_SLOT_ATTACHED) {
         work->about = described->about;
+        work->decode_rows = FFN_CUDA_DENSE_ROWS;
+        if (s->dispatch)
+            work->decode_rows = s->dispatch->models[work->about.weights].decode_rows;
         work->ranks = work->about.tp * work->about.dp;
         work->alone = work->ranks == 1 && work->about.uniform == 1u << s->ffn;
         work->taken = 0; /* the host has cleared the lines */
@@ -735,7 +738,7 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
     const uint32_t max_rows = work->about.max_rows, layers = work->about.layers;
     if (line.layer >= layers || line.kind >= MAILBOX_KIND_COUNT || line.rows > max_rows)
         return 0;
-    if (s->dispatch && (line.rows > FFN_CUDA_DECODE_ROWS || line.rows > s->dispatch->max_rows))
+    if (s->dispatch && (line.rows > work->decode_rows || line.rows > s->dispatch->max_rows))
         return 0;
     const uint32_t number = stage_first_bit(s->lanes_free);
     if (s->dispatch) {
@@ -794,7 +797,7 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
     work->group = 1u << s->ffn;
     work->members = 1;
     work->member = 0;
-    work->urgent = line.kind == 0 || line.rows <= FFN_CUDA_DECODE_ROWS;
+    work->urgent = line.kind == 0 || line.rows <= work->decode_rows;
     work->lane = number;
     work->lane_held = 1;
     work->arrival = s->arrivals++;

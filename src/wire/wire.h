@@ -18,7 +18,7 @@
 #include "base/status.h"
 #include "wire/messages.pb.h"
 
-#define WIRE_ABI             3u
+#define WIRE_ABI             4u
 #define WIRE_MAX_DESCRIPTORS 4
 #define WIRE_MAX_BYTES       16384
 

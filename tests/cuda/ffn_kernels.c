@@ -3,9 +3,9 @@
  * The FFN kernels against the CPU reference, for many shapes: decode (launch, captured graph,
  * resident), bulk, cuBLASLt, sums of partials.
  *
- * usage: cuda_ffn_kernels [small] [variants] [decode] [resident] [bulk] [library] [reduce]
- * small: few rows and shapes, for compute-sanitizer. variants: decoding with each kernel of
- * stream.cu. No group named: all of them. Every case runs, also after one that failed.
+ * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [library] [reduce]
+ * small: few rows and shapes, for compute-sanitizer. No group named: all of them. Every case runs,
+ * also after one that failed.
  */
 #include <math.h>
 #include <string.h>
@@ -28,7 +28,6 @@ typedef struct test_lane {
 } test_lane_t;
 
 static bool small;
-static uint32_t variant;
 static double slack = 1; /* over the tolerance */
 static uint32_t cases, compared, unfair, failed;
 static double worst;
@@ -90,7 +89,7 @@ static void lane_row(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_lane_t
     free(packed);
 }
 
-/* The reference of a row, kept: the variants all compute the same. */
+/* The reference of a row, kept: decode and resident compute the same. */
 static bool reference_row(const ffn_kit_model_t *m, uint32_t layer, uint64_t seed, uint32_t row,
                           float *want)
 {
@@ -142,12 +141,11 @@ static void lane_compare(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_la
         compared++;
         worst = fmax(worst, error / limit_error);
         if (!(error <= limit_error)) {
-            printf(
-                "failed: %s (variant %u): hidden %u width %u experts %u top %u shared %u type %u "
-                "rows %u: row %u is off by %.2e\n",
-                what, variant, hidden, m->signature.intermediate, m->signature.experts,
-                m->signature.top_k, m->signature.shared_intermediate, m->signature.dtype, rows, row,
-                error);
+            printf("failed: %s: hidden %u width %u experts %u top %u shared %u type %u "
+                   "rows %u: row %u is off by %.2e\n",
+                   what, hidden, m->signature.intermediate, m->signature.experts,
+                   m->signature.top_k, m->signature.shared_intermediate, m->signature.dtype, rows,
+                   row, error);
             printf("  got %g %g %g %g, want %g %g %g %g\n", (double)got[0], (double)got[1],
                    (double)got[2], (double)got[3], (double)want[0], (double)want[1],
                    (double)want[2], (double)want[3]);
@@ -241,24 +239,24 @@ static uint32_t shapes_make(shape_t *shapes)
  * -------------------------------------------------------------------------------------- */
 static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
-    static const uint32_t counts[] = {0, 1, 2, 5, 8, 9, 16};
-    const uint32_t hidden = m->signature.hidden;
+    static const uint32_t counts[] = {0, 1, 2, 5, 8, 9, 16, 17, 24, 32};
+    const uint32_t hidden = m->signature.hidden, most = ffn_cuda_decode_rows(&m->signature);
     test_lane_t l;
-    lane_make(kit, m, FFN_CUDA_DECODE_ROWS, 0, &l);
-    uint16_t *all = malloc(hidden * 2 * FFN_CUDA_DECODE_ROWS), *one = malloc(hidden * 2);
+    lane_make(kit, m, most, 0, &l);
+    uint16_t *all = malloc(hidden * 2 * most), *one = malloc(hidden * 2);
     CHECK(all && one);
-    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]) && counts[i] <= most; i++) {
         lane_set(kit, m, &l, i % m->layers, counts[i], i % 2, 100 + i);
         CHECK_OK(ffn_cuda_decode(&kit->kernels, l.at, kit->stream));
         ffn_kit_wait(kit, kit->stream);
         lane_compare(kit, m, &l, 3, "decode");
     }
     /* A row gives the same bits alone and among others. */
-    lane_set(kit, m, &l, 0, FFN_CUDA_DECODE_ROWS, false, 99);
+    lane_set(kit, m, &l, 0, most, false, 99);
     CHECK_OK(ffn_cuda_decode(&kit->kernels, l.at, kit->stream));
     ffn_kit_wait(kit, kit->stream);
-    ffn_kit_read(kit, l.output, all, hidden * 2 * FFN_CUDA_DECODE_ROWS);
-    for (uint32_t row = 0; row < FFN_CUDA_DECODE_ROWS; row += 5) {
+    ffn_kit_read(kit, l.output, all, hidden * 2 * most);
+    for (uint32_t row = 0; row < most; row += 5) {
         l.lane.input = (void *)(uintptr_t)(l.input + (uint64_t)row * hidden * 2);
         l.lane.rows = 1;
         ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
@@ -266,9 +264,9 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
         ffn_kit_wait(kit, kit->stream);
         ffn_kit_read(kit, l.output, one, hidden * 2);
         if (memcmp(one, all + (size_t)row * hidden, hidden * 2) != 0) {
-            printf("failed: decode (variant %u): hidden %u width %u experts %u: row %u alone has "
+            printf("failed: decode: hidden %u width %u experts %u: row %u alone has "
                    "other bits\n",
-                   variant, hidden, m->signature.intermediate, m->signature.experts, row);
+                   hidden, m->signature.intermediate, m->signature.experts, row);
             failed++;
         }
     }
@@ -283,7 +281,7 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
     CHECK_OK(ffn_cuda_decode(&kit->kernels, l.at, kit->stream));
     ffn_kit_wait(kit, kit->stream);
     ffn_kit_read(kit, l.output, one, hidden * 2);
-    if (memcmp(one, all + (size_t)15 * hidden, hidden * 2) != 0) {
+    if (memcmp(one, all + (size_t)(most - 1) / 5 * 5 * hidden, hidden * 2) != 0) {
         printf("failed: decode: hidden %u width %u experts %u: other shares, other bits\n", hidden,
                m->signature.intermediate, m->signature.experts);
         failed++;
@@ -312,14 +310,14 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
 static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ahead, bool stop)
 {
     enum { LANES = 5 };
-    static const uint32_t rows[LANES] = {1, 16, 0, 7, 12};
+    const uint32_t rows[LANES] = {1, 16, 0, 7, m->signature.experts ? 30 : 12};
     test_lane_t lanes[LANES];
     cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
     cuda_address_t list = ffn_kit_alloc(kit, sizeof(cuda_address_t) * LANES);
     cuda_address_t answer = ffn_kit_alloc(kit, 256), samples = 0;
     const uint32_t rounds = 2 * FFN_CUDA_QUEUE_ENTRIES / LANES * LANES;
     for (uint32_t i = 0; i < LANES; i++) {
-        lane_make(kit, m, FFN_CUDA_DECODE_ROWS, 0, &lanes[i]);
+        lane_make(kit, m, ffn_cuda_decode_rows(&m->signature), 0, &lanes[i]);
         /* Lanes 1, 2 and 3 follow each other's layers, 0 and 4 do not. */
         lane_set(kit, m, &lanes[i], (i + i / 4) % m->layers, rows[i], i % 2, 300 + i);
         ffn_kit_write(kit, list + i * sizeof(cuda_address_t), &lanes[i].at, sizeof(cuda_address_t));
@@ -460,7 +458,7 @@ static bool wanted(int count, char **arguments, const char *group)
     for (int i = 1; i < count; i++) {
         if (strcmp(arguments[i], group) == 0)
             return true;
-        any = any || (strcmp(arguments[i], "small") != 0 && strcmp(arguments[i], "variants") != 0);
+        any = any || strcmp(arguments[i], "small") != 0;
     }
     return !any;
 }
@@ -469,11 +467,8 @@ int main(int count, char **arguments)
 {
     shape_t shapes[SHAPES_MAX];
     ffn_kit_t kit;
-    uint32_t variants = 1;
-    for (int i = 1; i < count; i++) {
+    for (int i = 1; i < count; i++)
         small = small || strcmp(arguments[i], "small") == 0;
-        variants = strcmp(arguments[i], "variants") == 0 ? DECODE_VARIANT_COUNT : variants;
-    }
     setvbuf(stdout, NULL, _IOLBF, 0);
     ffn_kit_open(&kit, small ? 12 : 0);
     const uint32_t n = shapes_make(shapes);
@@ -483,17 +478,11 @@ int main(int count, char **arguments)
         const uint64_t start = xp_monotonic_ns();
         const uint32_t before = failed;
         ffn_kit_model_make(&kit, s, s->experts ? 2 : 3, 1000 + i * 100000, shapes[i].bias, &m);
-        for (variant = 0; variant < variants; variant++) {
-            const uint32_t so_far = failed;
-            CHECK_OK(ffn_cuda_kernels_choose(&kit.kernels, variant));
-            if (wanted(count, arguments, "decode"))
-                test_decode(&kit, &m);
-            if (wanted(count, arguments, "resident")) {
-                test_resident(&kit, &m, false, false);
-                test_resident(&kit, &m, true, i % 2);
-            }
-            if (failed != so_far)
-                printf("variant %u: %u failed\n", variant, failed - so_far);
+        if (wanted(count, arguments, "decode"))
+            test_decode(&kit, &m);
+        if (wanted(count, arguments, "resident")) {
+            test_resident(&kit, &m, false, false);
+            test_resident(&kit, &m, true, i % 2);
         }
         if (wanted(count, arguments, "bulk"))
             test_bulk(&kit, &m);

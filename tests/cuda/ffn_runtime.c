@@ -442,7 +442,9 @@ static void family_run(ffn_kit_t *kit, model_architecture_t architecture, xp_dty
     for (uint32_t resident = 2; resident-- > 0;)
         for (uint32_t l = 0; l < family.spec.layers; l++)
             for (uint32_t i = 0; i < FAMILY_COUNTS; i++)
-                if (!resident || family_rows(i) <= FFN_CUDA_DECODE_ROWS)
+                if (!resident || family_rows(i) <= (family.spec.ffn[l].kind == MODEL_FFN_MOE
+                                                        ? FFN_CUDA_DECODE_ROWS
+                                                        : FFN_CUDA_DENSE_ROWS))
                     family_case(&scene, &family, l, i, resident);
     scene_close(&scene);
     ffn_runtime_destroy(family.cpu);

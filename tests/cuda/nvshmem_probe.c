@@ -3,18 +3,25 @@
  * Provider nvshmem on two GPUs, by real processes: AtnAgents and FfnAgents are the PEs, Instances
  * reach them by the relay. The echo stands for the execution. Prints one JSON row a line.
  *
- *   nvshmem_probe [thousands of round trips] [parts]
+ *   nvshmem_probe [thousands of round trips] [parts] [GPUs to use at most]
  *   parts: join     every scene once, without a request (also over tests/tools/fake_*.c)
  *          ping     the library's own put with signal between two PEs: the floor
  *          one      1 AtnAgent (cuda:0, MPS), 1 FfnAgent (cuda:1)
  *          two      1 AtnAgent, 2 FfnAgents: partials and complete rows of two members
  *          fan_in   2 AtnAgents, 1 FfnAgent: attention DP and TP
  *          mesh     2 AtnAgents, 2 FfnAgents, two PEs on each GPU: all delivery kinds
- *          far      one, two and mesh once more, as between hosts: NVSHMEM's calls alone
+ *          crossed  mesh, where the other role's PE comes in the other order
+ *          far      one, two, fan_in and mesh once more, as between hosts: NVSHMEM's calls alone
  *          kill     SIGKILL of Instances, then of PEs; a fresh start on the same GPUs
  *          limited  two PEs on a GPU without full multi-process support are refused by name
+ *          memory   what joining takes of a GPU, with other settings of the library
  *
- * Every wait has a limit. Exit code 77 where there are not two GPUs, the wheel or the plug-in.
+ * NVSHMEM joins only where every GPU has the same number of PEs (docs/designs/cuda.md): the scenes
+ * of three PEs need three GPUs and are left out, by name, where there are two.
+ *
+ * Every wait has a limit; every step of a PE is printed, and NVSHMEM_DEBUG=INFO has the library's
+ * own added. When something fails, all processes and the MPS controller are ended. Exit code 77
+ * where there are not two GPUs, the wheel or the plug-in.
  */
 #include <glob.h>
 #include <signal.h>
@@ -27,12 +34,19 @@
 #include "stage/records.h"
 #include "stage_roles.h"
 
-#define PARTS "ping,one,two,fan_in,mesh,far,kill,limited"
+#define PARTS    "ping,one,two,fan_in,mesh,far,kill,limited"
+#define GPUS_MAX 4
+#define CHILDREN 256
 
 CUDA_IMAGE_DECLARE(tests_nvshmem_ping);
 
 static int life_fd;
+static mps_t *mps;
 static const char *mps_pipe;
+static uint32_t gpus;    /* to be used: as many as there are, GPUS_MAX at most */
+static bool crossed_now; /* the FfnAgents' GPUs in the other order */
+static agent_t children[CHILDREN];
+static uint32_t child_count;
 static uint32_t spawned; /* life words are not used twice */
 static fabric_plan_t plan;
 static uint32_t scene_now;
@@ -99,6 +113,49 @@ static void ping_role(char **argv)
 }
 
 /* ---- the parent ----------------------------------------------------------------------------- */
+/* At any exit: nothing stays, whatever has happened. Only processes that nobody has waited for yet
+ * are this process's still. */
+static void clean_up(void)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < child_count; i++) {
+        const pid_t gone = waitpid(children[i].pid, NULL, WNOHANG);
+        if (gone < 0)
+            continue;
+        any = true;
+        if (gone == 0) {
+            printf("still there, killed: process %d\n", children[i].pid);
+            kill(children[i].pid, SIGKILL);
+            waitpid(children[i].pid, NULL, 0);
+        }
+        stage_heap_sweep(children[i].pid);
+    }
+    if (any && mps)
+        usleep(300000); /* the MPS server notices that they are gone */
+    agent_mps_end(mps);
+    mps = NULL;
+}
+
+/* Whoever limits the time ends this program so. It waits in a call of the system nearly always, and
+ * is killed soon after if it does not end. */
+static void on_end(int number)
+{
+    (void)number;
+    exit(1);
+}
+
+static void spawn(const char *name, uint32_t a, uint32_t b, agent_t *agent_out)
+{
+    agent_spawn(name, life_fd, a, b, agent_out);
+    uint32_t at = child_count;
+    for (uint32_t i = 0; i < child_count && at == child_count; i++)
+        if (waitpid(children[i].pid, NULL, WNOHANG) < 0)
+            at = i; /* waited for: its place is free */
+    CHECK(at < CHILDREN);
+    child_count += at == child_count;
+    children[at] = *agent_out;
+}
+
 static void tell(agent_t *agent, order_t order, int fd)
 {
     CHECK(kit_send(agent->socket, &order, sizeof(order), fd));
@@ -145,10 +202,13 @@ static void under_mps(bool is)
         unsetenv("CUDA_MPS_PIPE_DIRECTORY");
 }
 
-/* AtnAgent a is on cuda:a, FfnAgent f on the other end: cuda:1, cuda:0. */
+/* A GPU for each PE, where there are enough; else AtnAgents and FfnAgents on the same two. */
 static int gpu_of_pe(uint32_t pe)
 {
-    return pe < plan.atn_count ? (int)pe : 1 - (int)(pe - plan.atn_count);
+    if (pe < plan.atn_count || plan.atn_count + plan.ffn_count <= gpus)
+        return (int)pe;
+    const uint32_t ffn = pe - plan.atn_count;
+    return (int)(crossed_now ? 1 - ffn : ffn);
 }
 static uint32_t pes_of_gpu(int gpu)
 {
@@ -189,21 +249,41 @@ static void join_all(agent_t *const *pes, uint32_t count)
     }
 }
 
+/* Whether NVSHMEM can join here: PEs on shared GPUs and others do not go together. */
+static bool scene_possible(uint32_t scene, const char *name)
+{
+    scene_plan(scene, &plan);
+    for (uint32_t pe = 0; pe < plan.atn_count + plan.ffn_count; pe++)
+        if (pes_of_gpu(gpu_of_pe(pe)) != pes_of_gpu(gpu_of_pe(0))) {
+            printf("%s: left out: %u PEs on %u GPUs, and NVSHMEM joins only with the same number "
+                   "on each\n",
+                   name, plan.atn_count + plan.ffn_count, gpus);
+            return false;
+        }
+    return true;
+}
+
 static void pes_up(uint32_t scene, bool shares)
 {
     agent_t *pes[4];
+    setenv(HEAP_VARIABLE, far_now ? "far" : "near", 1);
     scene_plan(scene, &plan);
     scene_now = scene;
-    setenv(HEAP_VARIABLE, far_now ? "far" : "near", 1);
+    for (uint32_t pe = 0; pe < plan.atn_count + plan.ffn_count; pe++) {
+        const int gpu = gpu_of_pe(pe);
+        printf("scene %u: PE %u is %s on cuda:%d, %s, 1 of %u PEs there\n", scene, pe,
+               pe < plan.atn_count ? "an AtnAgent" : "an FfnAgent", gpu,
+               gpu_has_atn(gpu) && mps_pipe ? "MPS" : "no MPS", pes_of_gpu(gpu));
+    }
     for (uint32_t a = 0; a < plan.atn_count; a++) {
         environment_of(a, shares);
-        agent_spawn("relay", life_fd, relay_number(scene, a), ++spawned, &atns[a]);
+        spawn("relay", relay_number(scene, a), ++spawned, &atns[a]);
         pes[a] = &atns[a];
     }
     for (uint32_t f = 0; f < plan.ffn_count; f++) {
         environment_of(plan.atn_count + f, shares);
-        agent_spawn("ffn", life_fd, f | scene << 8 | ++spawned << 16,
-                    (uint32_t)gpu_of_pe(plan.atn_count + f), &ffns[f]);
+        spawn("ffn", f | scene << 8 | ++spawned << 16, (uint32_t)gpu_of_pe(plan.atn_count + f),
+              &ffns[f]);
         pes[plan.atn_count + f] = &ffns[f];
     }
     under_mps(true);
@@ -264,8 +344,8 @@ static void instance_up(uint32_t instance)
     int arenas[FABRIC_MAX_RANKS];
     for (uint32_t rank = 0; rank < ranks; rank++) {
         words[rank] = ++spawned;
-        agent_spawn("client", life_fd, client_number(instance, rank, scene_now, 0, true),
-                    words[rank], &clients[rank]);
+        spawn("client", client_number(instance, rank, scene_now, 0, true), words[rank],
+              &clients[rank]);
     }
     for (uint32_t rank = 0; rank < ranks; rank++) {
         CHECK_OK(hear(&clients[rank], NULL).status);
@@ -373,6 +453,36 @@ static void measure_rows(uint32_t instance, const char *way, const uint32_t *row
 }
 
 /* ---- parts ---------------------------------------------------------------------------------- */
+/* Two PEs that do nothing else; role_join() prints what the GPUs have less. */
+static void part_memory(void)
+{
+    static const struct {
+        const char *name, *value, *what;
+    } settings[] = {{"XPOOL_TEST_NOTHING", "1", "as agents have it"},
+                    {"CUDA_MODULE_LOADING", "LAZY", "code loaded when it is called"},
+                    {"NVSHMEM_MAX_TEAMS", "8", "8 teams instead of 32"},
+                    {"NVSHMEM_DISABLE_CUDA_VMM", "1", "the heap by cudaMalloc"}};
+    for (size_t i = 0; i < sizeof(settings) / sizeof(settings[0]); i++) {
+        agent_t pes[2], *const both[] = {&pes[0], &pes[1]};
+        printf("memory: %s=%s: %s\n", settings[i].name, settings[i].value, settings[i].what);
+        setenv(HEAP_VARIABLE, "near", 1);
+        setenv(settings[i].name, settings[i].value, 1);
+        under_mps(false);
+        spawn("ping", 0, 0, &pes[0]);
+        spawn("ping", 1, 0, &pes[1]);
+        under_mps(true);
+        unsetenv(HEAP_VARIABLE);
+        unsetenv(settings[i].name);
+        setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+        join_all(both, 2);
+        for (int pe = 0; pe < 2; pe++) {
+            CHECK_OK(hear(&pes[pe], NULL).status);
+            tell(&pes[pe], (order_t){.what = ORDER_STOP}, -1);
+            ended(&pes[pe]);
+        }
+    }
+}
+
 static void part_ping(void)
 {
     static const struct {
@@ -385,8 +495,8 @@ static void part_ping(void)
     agent_t pes[2], *const both[] = {&pes[0], &pes[1]};
     setenv(HEAP_VARIABLE, "near", 1);
     under_mps(false);
-    agent_spawn("ping", life_fd, 0, 0, &pes[0]);
-    agent_spawn("ping", life_fd, 1, 0, &pes[1]);
+    spawn("ping", 0, 0, &pes[0]);
+    spawn("ping", 1, 0, &pes[1]);
     under_mps(true);
     unsetenv(HEAP_VARIABLE);
     join_all(both, 2);
@@ -434,6 +544,8 @@ static void part_one(uint32_t thousands)
 
 static void part_two(uint32_t thousands)
 {
+    if (!scene_possible(SCENE_TWO, "two"))
+        return;
     scene_up(SCENE_TWO);
     instance_up(0);
     measure_trips(0, "direct_partial_2.round_trip_us", thousands / 4 + 1);
@@ -448,6 +560,8 @@ static void part_two(uint32_t thousands)
 
 static void part_fan_in(void)
 {
+    if (!scene_possible(SCENE_FAN_IN, "fan_in"))
+        return;
     scene_up(SCENE_FAN_IN);
     instance_up(0);
     measure_rows(0, "fan_in.single_dp2", no_rows, 3);
@@ -472,6 +586,17 @@ static void part_mesh(void)
     scene_down();
 }
 
+static void part_crossed(void)
+{
+    crossed_now = true;
+    scene_up(SCENE_MESH);
+    instance_up(0);
+    measure_rows(0, "crossed.direct_partial", few_rows, 3);
+    instance_down(0);
+    scene_down();
+    crossed_now = false;
+}
+
 static void part_far(uint32_t thousands)
 {
     far_now = true;
@@ -487,6 +612,8 @@ static void part_join(void)
 {
     for (uint32_t n = 0; n < 2 * SCENES; n++) {
         far_now = n >= SCENES;
+        if (!scene_possible(n % SCENES, "join"))
+            continue;
         scene_up(n % SCENES);
         for (uint32_t i = 0; i < plan.instance_count; i++) {
             instance_up(i);
@@ -572,20 +699,21 @@ static void part_limited(void)
     CHECK(refused == 4 || !mps_pipe);
 }
 
-static bool two_gpus(void)
+static uint32_t count_gpus(void)
 {
     /* A look by a child: the parent stays without a context. */
     pid_t child = fork();
     if (child == 0) {
         const cuda_driver_t *driver;
-        cuda_device_info_t infos[2];
+        cuda_device_info_t infos[GPUS_MAX];
         uint32_t count = 0;
-        _exit(cuda_driver_load(&driver) != XP_OK ||
-              cuda_devices_list(driver, infos, 2, &count) != XP_OK || count < 2);
+        const bool known = cuda_driver_load(&driver) == XP_OK &&
+                           cuda_devices_list(driver, infos, GPUS_MAX, &count) == XP_OK;
+        _exit(known ? (int)(count < GPUS_MAX ? count : GPUS_MAX) : 0);
     }
     int status;
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return WIFEXITED(status) ? (uint32_t)WEXITSTATUS(status) : 0;
 }
 
 static bool has(const char *parts, const char *part)
@@ -618,13 +746,17 @@ int main(int argc, char **argv)
         return KIT_SKIP;
     }
     printf("NVSHMEM: %s, plug-in %s\n", place.host, place.plugin);
-    setenv("CUDA_VISIBLE_DEVICES", "0,1", 1);
-    if (!two_gpus()) {
+    setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3", 0);
+    const uint32_t most = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : GPUS_MAX;
+    gpus = count_gpus();
+    gpus = gpus < most ? gpus : most;
+    if (gpus < 2) {
         printf("skipped: there are no two GPUs\n");
         return KIT_SKIP;
     }
     mps_options_t options = {.name = "cuda-0", .devices = "0,1"};
-    mps_t *mps = NULL;
+    atexit(clean_up);
+    signal(SIGTERM, on_end);
     if (mps_start(&options, &mps) == XP_OK) {
         mps_pipe = mps_pipe_folder(mps);
         setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe, 1);
@@ -645,13 +777,17 @@ int main(int argc, char **argv)
         part_fan_in();
     if (has(parts, "mesh"))
         part_mesh();
+    if (has(parts, "crossed"))
+        part_crossed();
+    if (has(parts, "memory"))
+        part_memory();
     if (has(parts, "far"))
         part_far(thousands);
     if (has(parts, "kill"))
         part_kill();
     if (has(parts, "limited"))
         part_limited();
-    agent_mps_end(mps);
+    clean_up();
     printf("nvshmem_probe: all parts passed (%s)\n", parts);
     return 0;
 }

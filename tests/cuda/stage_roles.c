@@ -195,10 +195,17 @@ stage_heap_t *role_join(const cuda_device_t *device, const fabric_plan_t *plan, 
     CHECK_OK(stage_heap_open(&place, plan, &heap));
     CHECK(kit_receive(socket, &join, sizeof(join), NULL));
     if (join.make) {
+        printf("PE 0 makes the id\n");
         CHECK_OK(stage_heap_make_id(heap, join.id));
         CHECK(kit_send(socket, &join, sizeof(join), -1));
     }
     double before = free_mib(device);
+    const char *share = getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
+               *pipe = getenv("CUDA_MPS_PIPE_DIRECTORY");
+    printf("PE %u of %u (process %d) begins to join on cuda:%d: MPS %s, share %s, %.0f MiB free\n",
+           join.pe, plan->atn_count + plan->ffn_count, getpid(), device->ordinal,
+           pipe ? pipe : "none", share ? share : "whole", before);
+    fflush(stdout);
     uint64_t start_ns = xp_monotonic_ns();
     if (stage_heap_join(heap, device, join.pe, join.id) != XP_OK) {
         fprintf(stderr, "PE %u: %s\n", join.pe, xp_error_last()->text);
@@ -247,6 +254,10 @@ static void ffn_role(int argc, char **argv)
     stage_heap_t *heap = role_join(&role.device, &role.plan, socket);
     config.heap = heap;
     CHECK_OK(stage_ffn_create(&config, &ffn));
+    if (heap) {
+        printf("FfnAgent %u is ready\n", index);
+        fflush(stdout);
+    }
     answer_t answer = answer_of(XP_OK);
     CHECK(kit_send(socket, &answer, sizeof(answer), -1));
     for (int fd; kit_receive(socket, &order, sizeof(order), &fd);) {
@@ -344,6 +355,10 @@ static void relay_role(int argc, char **argv)
     role_open(&role, (int)index, kit_role_life(argv), kit_role_number(argv, 1), a & 0xff, socket);
     stage_heap_t *heap = role_join(&role.device, &role.plan, socket);
     CHECK_OK(stage_atn_create(&role.device, &role.plan, index, &role.life, heap, &atn));
+    if (heap) {
+        printf("AtnAgent %u is ready\n", index);
+        fflush(stdout);
+    }
     answer_t answer = answer_of(XP_OK);
     CHECK(kit_send(socket, &answer, sizeof(answer), -1));
     for (int fd; kit_receive(socket, &order, sizeof(order), &fd);) {

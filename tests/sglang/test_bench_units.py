@@ -21,6 +21,7 @@ import sglang_gpu  # noqa: E402
 import sglang_models  # noqa: E402
 import sglang_servers  # noqa: E402
 import sglang_spread  # noqa: E402
+import sglang_truth  # noqa: E402
 
 LOG = """
 [12:00:00] Load weight end. elapsed=3.20 s, type=Qwen3MoeForCausalLM, avail mem=80.00 GB, mem usage=56.90 GB.
@@ -142,6 +143,40 @@ class Tokens(unittest.TestCase):
         self.assertIn("0.100: 2", agreement["note"])
         agreement, wrong = sglang_gpu.compare("t", plain, [([9, 2, 3, 4], []), ([1, 2, 3, 4], [])])
         self.assertEqual((agreement["value"], wrong["value"]), (0.5, 1))
+
+
+def judged(*shorts):
+    """Answers whose tokens are so many nats short of float32's best; the second is 3 behind it."""
+    return [[[7, 3.0, short] for short in one] for one in shorts]
+
+
+class ThirdParty(unittest.TestCase):
+    def test_what_one_side_is_worth(self):
+        one = sglang_truth.summary(judged([0, 0, 0.3, 0, 4.7], [0, 0, 0, 0, 0]))
+        self.assertEqual((one["tokens"], one["missed"], one["far"], one["first"]), (10, 2, 1, 3.5))
+        self.assertEqual((one["longest"], one["gaps"]), (4.7, [(3.0, 0.3, 2)]))
+        self.assertIn("8 of 10 tokens are float32's, 1 are more than 1.0 nat short (longest 4.70)", sglang_truth.words(one))
+
+    def test_only_what_is_clearly_worse_fails(self):
+        def side(missed, far):
+            return sglang_truth.summary(judged([0.2] * missed + [3.0] * far + [0.0] * (500 - missed - far)))
+
+        self.assertLessEqual(sglang_truth.verdict(side(20, 2), side(20, 2)), 0)
+        self.assertLess(sglang_truth.verdict(side(5, 0), side(20, 5)), 0)  # better
+        self.assertLess(sglang_truth.verdict(side(24, 0), side(20, 0)), sglang_truth.SIGMAS)  # chance
+        self.assertGreater(sglang_truth.verdict(side(40, 0), side(15, 0)), sglang_truth.SIGMAS)
+        self.assertGreater(sglang_truth.verdict(side(10, 6), side(15, 0)), sglang_truth.SIGMAS)  # few, but far
+
+    def test_rows(self):
+        rows = sglang_gpu.float32_rows("t", {"ours": judged([0, 0, 0, 0.5]), "plain": judged([4.7, 0, 0, 0.1])})
+        self.assertEqual([row["metric"] for row in rows], ["t.float32_agreement", "t.float32_first", "t.float32_worse"])
+        self.assertEqual((rows[0]["value"], rows[0]["peer"]), (0.75, 0.5))
+        self.assertEqual((rows[1]["value"], rows[1]["peer"]), (3, 0))
+        self.assertLess(rows[2]["value"], 0)
+
+    def test_without_the_reference_it_is_said(self):
+        with self.assertRaisesRegex(RuntimeError, "float32 reference"):
+            sglang_truth.ask(sys.executable, "/nonexistent", {"ours": [[[1, 2], [3]]]})
 
 
 class GoingOn(unittest.TestCase):

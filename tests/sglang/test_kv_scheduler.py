@@ -576,7 +576,7 @@ class Arguments(unittest.TestCase):
         plugin._check_arguments(good)
         for name, value in (("page_size", 16), ("disable_overlap_schedule", False), ("enable_lmcache", True)):
             wrong = types.SimpleNamespace(**{**vars(good), name: value})
-            with self.assertRaisesRegex(XpoolError, f"--{name.replace('_', '-')} is {value}"):
+            with self.assertRaisesRegex(XpoolError, f"--{name.replace('_', '-')} is {value}.*; leave it at [^,]*$"):
                 plugin._check_arguments(wrong)
 
         good = types.SimpleNamespace(**{**vars(good), "attention_backend": "triton"})
@@ -584,7 +584,9 @@ class Arguments(unittest.TestCase):
         for name, value in (("attention_backend", "fa3"), ("decode_attention_backend", "flashinfer")):
             wrong = types.SimpleNamespace(**{**vars(good), name: value})
             plugin._check_arguments(wrong)
-            with self.assertRaisesRegex(XpoolError, f"--{name.replace('_', '-')} is {value}"):
+            with self.assertRaisesRegex(
+                XpoolError, f"--{name.replace('_', '-')} is {value}.* or set scheduler.kv_policy"
+            ):
                 plugin._check_arguments(wrong, True)
 
     def test_on_a_gpu_nobody_looks_at_free_memory(self):

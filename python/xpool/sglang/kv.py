@@ -439,11 +439,13 @@ class Elastic:
 
 
 def _check_arguments(arguments, gpu=False):
+    otherwise = ', or set scheduler.kv_policy = "static" and restart the daemon' if gpu else ""
     for name, allowed, reason in _REFUSED + (_REFUSED_ON_GPU if gpu else _REFUSED_ON_CPU):
         value = getattr(arguments, name)
         if value not in allowed:
             raise XpoolError(
-                f"--{name.replace('_', '-')} is {value}, which an elastic KV Cache cannot work with: {reason}"
+                f"--{name.replace('_', '-')} is {value}, which an elastic KV Cache cannot work with: {reason};"
+                f" leave it at {allowed[0]}{otherwise}"
             )
 
 

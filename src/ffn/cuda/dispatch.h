@@ -8,7 +8,7 @@
  * holds the Invocation's ticket. The scheduler writes the Lane's per-Invocation fields
  * (ffn/cuda/tables.h) and its answer, then posts it one of two ways:
  *
- *   resident  up to FFN_CUDA_DECODE_ROWS rows while the lease is in force: a command in the queue
+ *   resident  up to the model's decode_rows while the lease is in force: a command in the queue
  *             of the resident decode kernel, ffn_cuda_command_post(). No host. The kernel writes
  *             `output` or `partial`, then one word of one consumer, then `done`. The rest of the
  *             answer (more consumers, slices) is the scheduler's, once `done` is there.
@@ -73,6 +73,7 @@ typedef struct ffn_cuda_dispatch_lane {
 typedef struct ffn_cuda_dispatch_model {
     uint32_t first_layer, layers; /* layers 0: nothing is installed there */
     uint32_t hidden, dtype;       /* ffn_cuda_dtype_t */
+    uint32_t decode_rows;         /* most rows that the resident kernel takes of any layer of it */
 } ffn_cuda_dispatch_model_t;
 
 /* One request to the host thread, one cache line. */

@@ -28,18 +28,8 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_DOWN_BF16] = "ffn_grouped_down_bf16",
     [FFN_KERNEL_GATE_F16] = "ffn_grouped_gate_f16",
     [FFN_KERNEL_DOWN_F16] = "ffn_grouped_down_f16",
-#define DECODE_NAME(number, warps, tiles, bytes, depth)                                            \
-    [FFN_KERNEL_DECODE + number] = "ffn_decode_" #number,
-    DECODE_VARIANTS(DECODE_NAME)};
-
-typedef struct kernels_decode {
-    uint32_t threads, shared_bytes;
-} kernels_decode_t;
-
-static const kernels_decode_t kernels_decode[DECODE_VARIANT_COUNT] = {
-#define DECODE_SIZES(number, warps, tiles, bytes, depth)                                           \
-    {(warps)*32u, DECODE_SHARED_BYTES(warps, tiles, bytes, depth)},
-    DECODE_VARIANTS(DECODE_SIZES)};
+    [FFN_KERNEL_DECODE] = "ffn_decode",
+};
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
 {
@@ -49,17 +39,22 @@ static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t wh
 
 static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
 {
-    for (uint32_t i = 0; i < DECODE_VARIANT_COUNT; i++) {
-        const cuda_device_t *device = kernels->device;
-        const uint32_t which = FFN_KERNEL_DECODE + i, bytes = kernels_decode[i].shared_bytes;
-        int fit;
-        XP_TRY(kernels_shared(kernels, which, bytes));
-        XP_TRY(CUDA_CALL(device->driver, cuOccupancyMaxActiveBlocksPerMultiprocessor, &fit,
-                         kernels->function[which], (int)kernels_decode[i].threads, bytes));
-        if (fit < 1)
-            return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) does not take a block of %s",
-                           device->ordinal, device->info.name, kernels_names[which]);
-    }
+    const cuda_device_t *device = kernels->device;
+    int fit, registers;
+    XP_TRY(kernels_shared(kernels, FFN_KERNEL_DECODE, DECODE_SHARED_BYTES));
+    XP_TRY(CUDA_CALL(device->driver, cuOccupancyMaxActiveBlocksPerMultiprocessor, &fit,
+                     kernels->function[FFN_KERNEL_DECODE], (int)DECODE_THREADS,
+                     DECODE_SHARED_BYTES));
+    if (fit < 1)
+        return xp_fail(XP_UNSUPPORTED, "cuda:%d (%s) does not take a block of %s", device->ordinal,
+                       device->info.name, kernels_names[FFN_KERNEL_DECODE]);
+    XP_TRY(CUDA_CALL(device->driver, cuFuncGetAttribute, &registers, CUDA_FUNCTION_REGISTERS,
+                     kernels->function[FFN_KERNEL_DECODE]));
+    if (registers > (int)DECODE_MOST_REGISTERS)
+        return xp_fail(XP_UNSUPPORTED,
+                       "%s takes %d registers a thread; with more than %u nobody else's kernels "
+                       "would start beside it",
+                       kernels_names[FFN_KERNEL_DECODE], registers, DECODE_MOST_REGISTERS);
     XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
         XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
@@ -89,8 +84,7 @@ xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
     loaded.blocks = blocks ? blocks : multiprocessors;
     XP_TRY_GOTO(status, failed,
                 cuda_module_load(device, &cuda_image_ffn_decode, kernels_names + FFN_KERNEL_DECODE,
-                                 DECODE_VARIANT_COUNT, &loaded.decode,
-                                 loaded.function + FFN_KERNEL_DECODE));
+                                 1, &loaded.decode, loaded.function + FFN_KERNEL_DECODE));
     XP_TRY_GOTO(status, failed,
                 cuda_module_load(device, &cuda_image_ffn_bulk, kernels_names, FFN_KERNEL_GATE_BF16,
                                  &loaded.bulk, loaded.function));
@@ -105,15 +99,6 @@ xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
 failed:
     ffn_cuda_kernels_unload(&loaded);
     return status;
-}
-
-xp_status_t ffn_cuda_kernels_choose(ffn_cuda_kernels_t *kernels, uint32_t variant)
-{
-    if (variant >= DECODE_VARIANT_COUNT)
-        return xp_fail(XP_INVALID, "decode variant %u; there are %u", variant,
-                       DECODE_VARIANT_COUNT);
-    kernels->variant = variant;
-    return XP_OK;
 }
 
 void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels)
@@ -158,7 +143,7 @@ static void kernels_widen(uint32_t *field, uint32_t value)
 
 void ffn_cuda_limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *s)
 {
-    uint32_t chosen = FFN_CUDA_DECODE_ROWS * s->top_k;
+    uint32_t chosen = ffn_cuda_decode_rows(s) * s->top_k;
     if (chosen > s->experts)
         chosen = s->experts;
     if (s->experts == 0)
@@ -166,6 +151,7 @@ void ffn_cuda_limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *
     kernels_widen(&limits->hidden, s->hidden);
     kernels_widen(&limits->experts, s->experts);
     kernels_widen(&limits->top_k, s->experts ? s->top_k : 0);
+    kernels_widen(&limits->decode_rows, ffn_cuda_decode_rows(s));
     kernels_widen(&limits->decode_elements,
                   chosen * s->intermediate + (s->experts ? s->shared_intermediate : 0));
     kernels_widen(&limits->row_elements, (s->experts ? s->top_k : 1) * s->intermediate +
@@ -217,7 +203,7 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
                               ffn_cuda_workspace_t *w)
 {
     kernels_carve_t carve = {.base = base};
-    const uint64_t decode = FFN_CUDA_DECODE_ROWS, rows = limits->bulk_rows;
+    const uint64_t decode = limits->decode_rows, rows = limits->bulk_rows;
     const uint64_t pairs = rows * limits->top_k;
     w->meeting = kernels_take(&carve, sizeof(ffn_cuda_meeting_t));
     w->logits = kernels_take(&carve, decode * limits->experts * sizeof(w->logits[0]));
@@ -270,11 +256,10 @@ static xp_status_t kernels_decode_launch(const ffn_cuda_kernels_t *kernels, cuda
                                          cuda_address_t queue, uint32_t look_ahead,
                                          cuda_stream_t stream)
 {
-    const kernels_decode_t *sizes = &kernels_decode[kernels->variant];
     void *parameters[] = {&lane, &queue, &look_ahead};
     return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
-                     kernels->function[FFN_KERNEL_DECODE + kernels->variant], kernels->blocks, 1, 1,
-                     sizes->threads, 1, 1, sizes->shared_bytes, stream, parameters);
+                     kernels->function[FFN_KERNEL_DECODE], kernels->blocks, 1, 1, DECODE_THREADS, 1,
+                     1, DECODE_SHARED_BYTES, stream, parameters);
 }
 
 xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,

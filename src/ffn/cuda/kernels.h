@@ -11,7 +11,6 @@
 #define XPOOL_FFN_CUDA_KERNELS_H
 
 #include "cuda/device.h"
-#include "ffn/cuda/decode_shape.h"
 #include "ffn/cuda/tables.h"
 
 enum {
@@ -26,14 +25,13 @@ enum {
     FFN_KERNEL_DOWN_BF16,
     FFN_KERNEL_GATE_F16,
     FFN_KERNEL_DOWN_F16,
-    FFN_KERNEL_DECODE, /* DECODE_VARIANT_COUNT of them */
-    FFN_KERNEL_COUNT = FFN_KERNEL_DECODE + DECODE_VARIANT_COUNT
+    FFN_KERNEL_DECODE,
+    FFN_KERNEL_COUNT
 };
 
 typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
     cuda_module_t decode, bulk, grouped;
-    uint32_t variant; /* of the decode kernel */
     cuda_function_t function[FFN_KERNEL_COUNT];
     uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
 } ffn_cuda_kernels_t;
@@ -43,15 +41,14 @@ typedef struct ffn_cuda_kernels {
  * multiprocessor; fewer leave room for others (a Lane's workspace stays with one number). */
 xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
                                   ffn_cuda_kernels_t *kernels_out);
-/* Decodes with that variant, less than DECODE_VARIANT_COUNT; 0 after loading. */
-xp_status_t ffn_cuda_kernels_choose(ffn_cuda_kernels_t *kernels, uint32_t variant);
 void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels); /* accepts all zero */
 
 /* What the workspaces of a device's Lanes must hold: the maxima over the layers it serves. Zeroed,
  * then widened by ffn_cuda_limits_add(); bulk_rows is the caller's. */
 typedef struct ffn_cuda_limits {
     uint32_t hidden, experts, top_k;
-    uint32_t decode_elements; /* activations of one decode row: all parts that 16 rows can choose */
+    uint32_t decode_rows;     /* most rows of the decode kernel */
+    uint32_t decode_elements; /* activations of one decode row: all parts that they can choose */
     uint32_t row_elements;    /* activations of one bulk row */
     uint32_t bulk_rows;       /* most rows of a bulk launch; 0 = decode only */
 } ffn_cuda_limits_t;
@@ -75,8 +72,22 @@ void ffn_cuda_shares_adjust(uint32_t blocks, const uint32_t (*cycles)[FFN_CUDA_M
 /* XP_INVALID with the reason when the kernels cannot run layers of that signature. */
 xp_status_t ffn_cuda_signature_check(const ffn_cuda_signature_t *signature);
 
+/* Most rows of a layer that the decode kernel takes. */
+static inline uint32_t ffn_cuda_decode_rows(const ffn_cuda_signature_t *signature)
+{
+    return signature->experts ? FFN_CUDA_DECODE_ROWS : FFN_CUDA_DENSE_ROWS;
+}
+
+/* Most rows that are given to it: above, the grouped products are sooner ready (H200, 32 rows of
+ * Qwen3-30B-A3B: 333 us, the decode kernel 727, docs/benchmarks.md). */
+static inline uint32_t ffn_cuda_streamed_rows(const ffn_cuda_signature_t *signature)
+{
+    const uint32_t most = ffn_cuda_decode_rows(signature);
+    return most < FFN_CUDA_DENSE_ROWS ? most : FFN_CUDA_DENSE_ROWS;
+}
+
 /* The layer of `lane` (device address of a ffn_cuda_lane_t) for its live rows, 0 to
- * FFN_CUDA_DECODE_ROWS. One cooperative launch. */
+ * ffn_cuda_decode_rows(). One cooperative launch. */
 xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t lane,
                             cuda_stream_t stream);
 

@@ -138,11 +138,6 @@ template <int PENDING> static __device__ __forceinline__ void ptx_copies_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-static __device__ __forceinline__ void ptx_prefetch(const void *address)
-{
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // ---- tensor-core product of 16 x 16 by 16 x 8, FP32 sums, since sm_80 ----------------------------
 template <typename T> static __device__ __forceinline__ void
 ptx_mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
@@ -242,14 +237,6 @@ static __device__ __forceinline__ void ptx_barrier_wait(uint32_t barrier, uint32
                  : "memory");
 }
 // Both addresses and the size are multiples of 16 bytes.
-static __device__ __forceinline__ void ptx_bulk_load(uint32_t to, const void *from, uint32_t bytes,
-                                                     uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-                 "[%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
 static __device__ __forceinline__ void ptx_bulk_load_stream(uint32_t to, const void *from,
                                                             uint32_t bytes, uint32_t barrier,
                                                             uint64_t policy)
@@ -258,11 +245,6 @@ static __device__ __forceinline__ void ptx_bulk_load_stream(uint32_t to, const v
                  "[%0], [%1], %2, [%3], %4;" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                  : "memory");
-}
-// Orders this thread's view of ordinary accesses with the copy engine's and the tensor cores'.
-static __device__ __forceinline__ void ptx_fence_proxy()
-{
-    asm volatile("fence.proxy.async;" ::: "memory");
 }
 static __device__ __forceinline__ void ptx_fence_proxy_shared()
 {

@@ -19,7 +19,8 @@
 #define FFN_CUDA_MAX_EXPERTS    512u
 #define FFN_CUDA_MAX_TOP_K      32u
 #define FFN_CUDA_MAX_GROUPS     32u
-#define FFN_CUDA_DECODE_ROWS    16u /* most rows of the decode kernels */
+#define FFN_CUDA_DECODE_ROWS    16u /* most rows of the decode kernel: layers of experts */
+#define FFN_CUDA_DENSE_ROWS     16u /* most rows of it: dense layers */
 #define FFN_CUDA_WIDTH_MULTIPLE 8u
 #define FFN_CUDA_NO_LAYER       0xffffffffu
 #define FFN_CUDA_QUEUE_ENTRIES  64u
@@ -88,7 +89,7 @@ typedef struct ffn_cuda_tile {
 /* Buffers of one Lane in device memory, carved by ffn_cuda_workspace_carve(). */
 typedef struct ffn_cuda_workspace {
     ffn_cuda_meeting_t *meeting;
-    /* decode: at most FFN_CUDA_DECODE_ROWS rows. Multiprocessors do not get equal parts of the
+    /* decode: at most ffn_cuda_decode_rows() rows. Multiprocessors do not get equal parts of the
      * memory's rate, so each may get its own part of the work: shares[phase][i] is where the i-th's
      * part begins, in units of 1 / FFN_CUDA_SHARE_ONE, for phase 0 (gate and up) and 1 (down); all
      * zero: equal parts. cycles[phase][i]: how long it took in the latest launch.

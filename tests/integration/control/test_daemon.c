@@ -12,13 +12,16 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -210,20 +213,62 @@ static bool has_reason(const xpw_Verdict *verdict, const char *part)
     return false;
 }
 
+static void form(int atn, int ffn)
+{
+    wire_descriptors_t fds;
+    expect(atn, xpw_Envelope_join_tag, &fds);
+    assert_int_equal(fds.count, 3);
+    wire_descriptors_close(&fds);
+    expect(ffn, xpw_Envelope_join_tag, NULL);
+    simple(atn, xpw_Envelope_joined_tag);
+    simple(ffn, xpw_Envelope_joined_tag);
+    expect(ffn, xpw_Envelope_prepare_tag, NULL);
+    simple(ffn, xpw_Envelope_executable_tag);
+}
+
 /* All agents joined and executable. */
 static void agents(fixture_t *f, int *atn_out, int *ffn_out)
 {
     *atn_out = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
     *ffn_out = say_hello(f, xpw_Role_ROLE_FFNAGENT, "cpu:1");
-    wire_descriptors_t fds;
-    expect(*atn_out, xpw_Envelope_join_tag, &fds);
-    assert_int_equal(fds.count, 3);
-    wire_descriptors_close(&fds);
-    expect(*ffn_out, xpw_Envelope_join_tag, NULL);
-    simple(*atn_out, xpw_Envelope_joined_tag);
-    simple(*ffn_out, xpw_Envelope_joined_tag);
-    expect(*ffn_out, xpw_Envelope_prepare_tag, NULL);
-    simple(*ffn_out, xpw_Envelope_executable_tag);
+    form(*atn_out, *ffn_out);
+}
+
+/* A participant whose process is a child of this one, which has its socket too: of the child's end
+ * only the end of its process tells. */
+static pid_t fork_peer(fixture_t *f, xpw_Role role, const char *name, int *socket_out)
+{
+    int ready[2];
+    assert_int_equal(pipe(ready), 0);
+    pid_t pid = (pid_t)syscall(SYS_clone, CLONE_FILES | SIGCHLD, NULL, NULL, NULL, NULL);
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        int socket = say_hello(f, role, name);
+        if (write(ready[1], &socket, sizeof(socket)) == sizeof(socket))
+            for (;;)
+                pause();
+        _exit(1);
+    }
+    assert_true(pid > 0);
+    assert_int_equal(read(ready[0], socket_out, sizeof(*socket_out)), sizeof(*socket_out));
+    close(ready[0]);
+    close(ready[1]);
+    return pid;
+}
+
+/* A successor's Hello, which the daemon reads before it hears of `former`'s death. */
+static int succeed(fixture_t *f, pid_t former, xpw_Role role, const char *name)
+{
+    int wait_status, socket = join_in(f);
+    xpw_Envelope hello = hello_of(f, role, name);
+    check(f); /* the connection was taken */
+    assert_int_equal(kill(f->daemon, SIGSTOP), 0);
+    assert_int_equal(waitpid(f->daemon, &wait_status, WUNTRACED), f->daemon);
+    assert_int_equal(wire_send(socket, &hello, NULL, 0), XP_OK);
+    assert_int_equal(kill(former, SIGKILL), 0);
+    assert_int_equal(waitpid(former, &wait_status, 0), former);
+    assert_int_equal(kill(f->daemon, SIGCONT), 0);
+    return socket;
 }
 
 static int exit_code(fixture_t *f)
@@ -569,6 +614,60 @@ static void a_request_that_ends_generations_ends_its_instance(void **state)
     close(ffn);
 }
 
+/* Descriptors of the daemon that name this. */
+static uint32_t holds(const fixture_t *f, const char *part)
+{
+    char folder[64], path[PATH_MAX], link[PATH_MAX];
+    uint32_t found = 0;
+    snprintf(folder, sizeof(folder), "/proc/%d/fd", (int)f->daemon);
+    for (int fd = 0; fd < 1024; fd++) {
+        snprintf(path, sizeof(path), "%s/%d", folder, fd);
+        ssize_t length = readlink(path, link, sizeof(link) - 1);
+        link[length > 0 ? length : 0] = 0;
+        found += strstr(link, part) != NULL;
+    }
+    return found;
+}
+
+static void an_agent_that_comes_before_the_news_of_a_death_is_of_the_next_generation(void **state)
+{
+    fixture_t *f = *state;
+    int ffn, atn = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
+    pid_t former = fork_peer(f, xpw_Role_ROLE_FFNAGENT, "cpu:1", &ffn);
+    form(atn, ffn);
+    int half;
+    assert_int_equal(xp_memfd_create("half-a-shard", 4096, &half), XP_OK);
+    offer_weights(ffn, half, 0); /* of two */
+    close(half);
+    served_t served = serve(f, atn);
+    assert_int_equal(holds(f, "half-a-shard"), 1);
+    int successor = succeed(f, former, xpw_Role_ROLE_FFNAGENT, "cpu:1");
+    told_of_failure(&atn, 1, "ffnagent cpu:1");
+    close(ffn);
+    atn = say_hello(f, xpw_Role_ROLE_ATNAGENT, "cpu:0");
+    joins(atn, 2);
+    joins(successor, 2);
+    /* What nobody can adopt is not held against it. */
+    assert_int_equal(next(successor, NULL, 5000).which_body, xpw_Envelope_prepare_tag);
+    assert_int_equal(holds(f, "half-a-shard"), 0);
+    close(served.socket);
+    transport_client_destroy(served.client);
+    close(atn);
+    close(successor);
+}
+
+static void an_instance_that_comes_before_the_news_of_a_death_waits_for_it(void **state)
+{
+    fixture_t *f = *state;
+    int socket;
+    pid_t former = fork_peer(f, xpw_Role_ROLE_INSTANCE, "m", &socket);
+    expect(socket, xpw_Envelope_admitted_tag, NULL);
+    int successor = succeed(f, former, xpw_Role_ROLE_INSTANCE, "m");
+    expect(successor, xpw_Envelope_admitted_tag, NULL);
+    close(socket);
+    close(successor);
+}
+
 static void the_first_failure_is_told_to_all_and_ends_the_daemon_with_1(void **state)
 {
     fixture_t *f = *state;
@@ -670,6 +769,11 @@ int main(void)
                                         setup_reform, teardown),
         cmocka_unit_test_setup_teardown(a_request_that_ends_generations_ends_its_instance,
                                         setup_reform, teardown),
+        cmocka_unit_test_setup_teardown(
+            an_agent_that_comes_before_the_news_of_a_death_is_of_the_next_generation, setup_reform,
+            teardown),
+        cmocka_unit_test_setup_teardown(
+            an_instance_that_comes_before_the_news_of_a_death_waits_for_it, setup, teardown),
         cmocka_unit_test_setup_teardown(the_first_failure_is_told_to_all_and_ends_the_daemon_with_1,
                                         setup, teardown),
         cmocka_unit_test_setup_teardown(last_words_count_more_than_the_death, setup, teardown),

@@ -509,6 +509,7 @@ static void digest_sees_every_other_setting(void **state)
         "deadlines.submission=1",
         "deadlines.request=1",
         "deadlines.queue=1",
+        "deadlines.reform=1",
         "deadlines.drain=1",
         "deadlines.stop=1",
         "deadlines.kv=1",

@@ -361,6 +361,18 @@ static int agent_of(const fixture_t *f, uint32_t p)
     return p < f->atn_count ? f->atn[p] : f->ffn[p - f->atn_count];
 }
 
+static void register_all(fixture_t *f)
+{
+    for (uint32_t a = 0; a < f->atn_count; a++)
+        f->atn[a] = greet(f, xpw_Role_ROLE_ATNAGENT, f->config->atn[a].name);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        f->ffn[i] = greet(f, xpw_Role_ROLE_FFNAGENT, f->config->ffn[i].name);
+    for (uint32_t p = 0; p < f->atn_count + FFN_COUNT; p++) {
+        expect_plane(f, agent_of(f, p), fabric_provider_relays(f->plan->plan.provider));
+        expect(agent_of(f, p), xpw_Envelope_join_tag, 1);
+    }
+}
+
 /* The daemon, and agents that have registered. */
 static void begin(fixture_t *f, const char *atn, uint32_t atn_count, const char *more,
                   const char *model)
@@ -375,14 +387,7 @@ static void begin(fixture_t *f, const char *atn, uint32_t atn_count, const char 
     f->plan = plan_of(f->config);
     assert_int_equal(model_checkpoint_digest(MODEL, f->digest), XP_OK);
     f->daemon = daemon_fork(f->config, PATIENCE_NS);
-    for (uint32_t a = 0; a < atn_count; a++)
-        f->atn[a] = greet(f, xpw_Role_ROLE_ATNAGENT, f->config->atn[a].name);
-    for (uint32_t i = 0; i < FFN_COUNT; i++)
-        f->ffn[i] = greet(f, xpw_Role_ROLE_FFNAGENT, f->config->ffn[i].name);
-    for (uint32_t p = 0; p < atn_count + FFN_COUNT; p++) {
-        expect_plane(f, agent_of(f, p), fabric_provider_relays(f->plan->plan.provider));
-        expect(agent_of(f, p), xpw_Envelope_join_tag, 1);
-    }
+    register_all(f);
 }
 
 /* All of them have joined; FfnAgents are told to load. */

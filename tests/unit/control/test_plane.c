@@ -476,6 +476,50 @@ static void an_agent_that_cannot_let_go_ends_the_generation(void **state)
     assert_int_equal(wait_daemon(&f), 1);
 }
 
+/* More often in a row than those may fail that computed nothing. */
+static void a_generation_that_computed_something_counts_though_who_counted_it_died(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    uint64_t lease = 0;
+    start(&f, "'cuda:0'", 1, "", "ffn_tp_size = 2");
+    start_rank(&f, 0, &rank);
+    offer_arena(&f, &rank, 100, XP_DTYPE_BF16);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        offer_stage(f.ffn[i], xpw_StageKind_STAGE_ROWS, 0, 200 + i);
+    executable(&f);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        lease = expect_arena(f.ffn[i], 0, 100);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        attached(f.ffn[i], 0, lease, "");
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        expect_stage(rank.fd, xpw_StageKind_STAGE_ROWS, i, 200 + i);
+    expect(rank.fd, xpw_Envelope_attached_tag, 0);
+    expect(rank.fd, xpw_Envelope_initialize_tag, 0);
+    initialized(rank.fd);
+    wait_verdict(&f, NULL);
+    for (int round = 0; round < 6; round++) {
+        xpw_Envelope stats = {.which_body = xpw_Envelope_plane_stats_tag};
+        stats.body.plane_stats.invocations = 1;
+        say(f.ffn[0], &stats, NULL, 0);
+        shutdown(f.ffn[0], SHUT_RDWR); /* the rank's process holds it too */
+        expect(f.atn[0], xpw_Envelope_failure_tag, 0);
+        expect(f.ffn[1], xpw_Envelope_failure_tag, 0);
+        if (round == 0) {
+            expect(rank.fd, xpw_Envelope_failure_tag, 0);
+            kill_rank(&rank);
+        }
+        close(f.atn[0]);
+        close(f.ffn[0]);
+        close(f.ffn[1]);
+        register_all(&f);
+        join(&f);
+        executable(&f);
+    }
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
 /* It is asked beside the event loop, which goes on. */
 static void a_controller_that_hangs_holds_up_nobody(void **state)
 {
@@ -567,6 +611,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(agents_of_a_symmetric_heap_join_with_one_id),
         cmocka_unit_test(an_atnagent_that_dies_while_arenas_are_attached_is_the_failure),
         cmocka_unit_test(an_agent_that_cannot_let_go_ends_the_generation),
+        cmocka_unit_test(a_generation_that_computed_something_counts_though_who_counted_it_died),
         cmocka_unit_test(a_controller_that_hangs_holds_up_nobody),
         cmocka_unit_test(without_mps_there_is_no_daemon),
         cmocka_unit_test(nobody_waits_for_the_driver_without_a_limit),

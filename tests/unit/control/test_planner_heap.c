@@ -72,6 +72,23 @@ static void a_symmetric_heap_is_admitted_on_every_device(void **state)
     assert_true(heaps[1] > heaps[0]); /* outboxes and mirrors */
 }
 
+/* NVSHMEM would never return from joining. */
+static void gpus_have_as_many_agents_each(void **state)
+{
+    for (uint32_t n = 0; n < 2; n++) {
+        plan_result_t *plan = NULL;
+        config_t *config = deployment("devices.allow_shared_roles = true", "");
+        snprintf(config->fabric_provider, sizeof(config->fabric_provider), "nvshmem");
+        config->ffn[0] = config->atn[0];
+        config->ffn[1] = n ? config->atn[1] : config->ffn[1];
+        assert_int_equal(planner_make(config, 1, &plan), n ? XP_OK : XP_UNSUPPORTED);
+        if (!n)
+            assert_non_null(strstr(xp_error_last()->text, "cuda:0 has both and cuda:3 has one"));
+        planner_free(plan);
+        config_destroy(config);
+    }
+}
+
 static void without_the_wheel_there_is_no_daemon(void **state)
 {
     config_t *config = deployment(
@@ -88,6 +105,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_symmetric_heap_is_admitted_on_every_device),
+        cmocka_unit_test(gpus_have_as_many_agents_each),
         cmocka_unit_test(without_the_wheel_there_is_no_daemon),
     };
     char command[128];

@@ -133,7 +133,7 @@ static void fake_run_nothing(const fake_launch_t *launch)
 static void fake_run_decode(const fake_launch_t *launch)
 {
     const ffn_cuda_lane_t *lane = FAKE_ARGUMENT(const ffn_cuda_lane_t *, launch, 0);
-    assert_true(lane->rows <= FFN_CUDA_DECODE_ROWS);
+    assert_true(lane->rows <= ffn_cuda_decode_rows(lane->layers[lane->layer].signature));
     fake_decodes++;
     fake_layer(lane);
 }
@@ -280,11 +280,7 @@ static bool fake_busy(cuda_stream_t stream)
 }
 
 static const fake_kernel_t fake_ffn_kernels[] = {
-    {"ffn_decode_0", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_1", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_2", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_3", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_decode_4", fake_run_one_or_resident, {8, 8, 4}},
+    {"ffn_decode", fake_run_one_or_resident, {8, 8, 4}},
     {"ffn_bulk_begin", fake_run_nothing, {8}},
     {"ffn_bulk_route", fake_run_nothing, {8}},
     {"ffn_bulk_plan", fake_run_nothing, {8}},

@@ -447,7 +447,7 @@ static void test_records_lost(void **state)
     assert_true(count >= 4 && count <= 8);
     assert_int_equal(records[count - 1].ticket, 29);
     assert_int_equal(records[count - 1].lane, 0);
-    assert_int_equal(records[count - 1].capacity, FFN_CUDA_DECODE_ROWS);
+    assert_int_equal(records[count - 1].capacity, FFN_CUDA_DENSE_ROWS);
     scene_close(&scene);
     free(x);
     free(in);

@@ -164,10 +164,21 @@ static void sizes_are_checked(void **state)
 
 static cuda_device_t device;
 
+/* What src/kv/clear.cu does. */
+static void clear_run(const fake_launch_t *launch)
+{
+    uint64_t address, count;
+    memcpy(&address, launch->values[0], sizeof(address));
+    memcpy(&count, launch->values[1], sizeof(count));
+    assert_true(launch->blocks > 0 && launch->threads <= 1024);
+    memset((void *)(uintptr_t)address, 0, count * 16);
+}
+static const fake_kernel_t kernels[] = {{"kv_clear", clear_run, {8, 8}}};
+
 static int device_open(void **state)
 {
     (void)state;
-    fake_reset(NULL, 0);
+    fake_reset(kernels, 1);
     return cuda_device_open(&fake_driver, 0, &device) == XP_OK ? 0 : -1;
 }
 
@@ -233,15 +244,15 @@ static void ready_handles_save_creations(void **state)
 }
 
 /* Creation and a history of sizes, every call into the driver failed in turn. */
-static void every_failed_call_leaves_a_prefix(void **state)
+static void every_failed_call_leaves_a_prefix(kv_clearing_t way)
 {
-    (void)state;
-    const uint32_t sizes[] = {2, 6, 3, 8};
+    const uint32_t sizes[] = {2, 20, 3, 24};
+    kv_backing_clearing(way);
     for (uint64_t n = 1;; n++) {
         const int contexts = fake.contexts;
         fake.fail_at = n;
         kv_backing_t *backing = NULL;
-        xp_status_t status = make_cuda(8, 1, &backing);
+        xp_status_t status = make_cuda(24, 1, &backing);
         if (status != XP_OK)
             assert_null(backing);
         for (uint32_t i = 0; backing && i < sizeof(sizes) / sizeof(*sizes); i++) {
@@ -257,6 +268,8 @@ static void every_failed_call_leaves_a_prefix(void **state)
                 assert_int_equal(kv_backing_resize(backing, sizes[i]), XP_OK);
             }
             assert_int_equal(fake.mapped, sizes[i]);
+            if (sizes[i] > before)
+                assert_true(all_are(backing, before * UNIT, sizes[i] * UNIT, 0));
             memset(base, 0x31, sizes[i] * UNIT); /* all of it is accessible */
         }
         kv_backing_destroy(backing);
@@ -268,6 +281,24 @@ static void every_failed_call_leaves_a_prefix(void **state)
             return;
         }
     }
+}
+
+/* In one piece; in pieces of eight bundles; by the driver's memset, a piece at once or two. */
+static void whole_grants_that_fail(void **state)
+{
+    (void)state;
+    every_failed_call_leaves_a_prefix((kv_clearing_t){.blocks = 16, .piece_mib = 256});
+}
+static void grants_in_pieces_that_fail(void **state)
+{
+    (void)state;
+    every_failed_call_leaves_a_prefix((kv_clearing_t){.blocks = 8, .piece_mib = 1});
+}
+static void grants_by_memset_that_fail(void **state)
+{
+    (void)state;
+    every_failed_call_leaves_a_prefix((kv_clearing_t){.memset_mib = 1});
+    every_failed_call_leaves_a_prefix((kv_clearing_t){.piece_mib = 1});
 }
 
 static void device_sizes_are_checked(void **state)
@@ -290,8 +321,10 @@ int main(void)
         cmocka_unit_test(sizes_are_checked),
         cmocka_unit_test_setup_teardown(device_memory_follows_the_size, device_open, device_close),
         cmocka_unit_test_setup_teardown(ready_handles_save_creations, device_open, device_close),
-        cmocka_unit_test_setup_teardown(every_failed_call_leaves_a_prefix, device_open,
-                                        device_close),
+        cmocka_unit_test_setup_teardown(whole_grants_that_fail, device_open, device_close),
+        cmocka_unit_test_setup_teardown(grants_in_pieces_that_fail, device_open, device_close),
+        cmocka_unit_test_setup_teardown(grants_by_memset_that_fail, device_open, device_close),
+
         cmocka_unit_test_setup_teardown(device_sizes_are_checked, device_open, device_close),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

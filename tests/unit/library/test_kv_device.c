@@ -26,6 +26,16 @@ static kv_channel_t *channel;
 static cuda_device_t device;
 static xpool_kv_t *kv;
 static uint32_t sequence;
+/* What src/kv/clear.cu does. */
+static void clear_run(const fake_launch_t *launch)
+{
+    uint64_t address, count;
+    memcpy(&address, launch->values[0], sizeof(address));
+    memcpy(&count, launch->values[1], sizeof(count));
+    memset((void *)(uintptr_t)address, 0, count * 16);
+}
+static const fake_kernel_t kernels[] = {{"kv_clear", clear_run, {8, 8}}};
+
 static cuda_stream_t working; /* a stream that is not done */
 
 static bool is_busy(cuda_stream_t stream)
@@ -45,7 +55,7 @@ static int make(void **state)
                             .ceiling_bundles = RESERVED,
                             .reserved_bundles = RESERVED,
                             .elastic = true};
-    fake_reset(NULL, 0);
+    fake_reset(kernels, 1);
     fake.busy = is_busy;
     working = NULL;
     sequence = 0;

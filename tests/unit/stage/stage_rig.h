@@ -116,8 +116,9 @@ static inline void rig_dispatch_make(rig_ffn_t *ffn)
                                                              .done = &ffn->done[i],
                                                              .output = ffn->lane_out[i]};
     for (uint32_t i = 0; i < RIG_INSTANCES; i++)
-        ffn->dispatch->models[i] =
-            (ffn_cuda_dispatch_model_t){.first_layer = i * RIG_LAYERS, .layers = RIG_LAYERS};
+        ffn->dispatch->models[i] = (ffn_cuda_dispatch_model_t){.first_layer = i * RIG_LAYERS,
+                                                               .layers = RIG_LAYERS,
+                                                               .decode_rows = FFN_CUDA_DENSE_ROWS};
 }
 
 /* Executes the Lane as member `member` would; host: and serves all consumers. */

@@ -121,7 +121,8 @@ static void test_heap_is_found(void **state)
     unsetenv(STAGE_HEAP_ROOT_VARIABLE);
     unsetenv(STAGE_HEAP_PLUGIN_VARIABLE);
     assert_int_equal(stage_heap_find("/nonexistent", NULL, 0, &place), XP_UNSUPPORTED);
-    says("no lib/libnvshmem_host.so.3 in /nonexistent");
+    says(
+        "no lib/libnvshmem_host.so.3 in /nonexistent (fabric.nvshmem_root, or XPOOL_NVSHMEM_ROOT)");
     snprintf(python, sizeof(python), "%s/bin/python", folder);
     static const char *const parts[] = {"lib",
                                         "lib/python3.11",
