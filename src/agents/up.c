@@ -20,6 +20,7 @@
 #include "base/log.h"
 #include "control/client.h"
 #include "control/gpus.h"
+#include "control/participant.h"
 #include "cuda/mps.h"
 
 #define UP_MAX_CHILDREN  (2 + 2 * CONFIG_MAX_DEVICES + CONFIG_MAX_MODELS)
@@ -29,6 +30,7 @@
 #define UP_SLACK_S       5 /* past the daemon's own deadlines of an ordered end */
 #define UP_GRACE_NS      (700 * XP_NS_PER_MS) /* after a failure, before what is left is killed */
 #define UP_SHORT_LIFE_NS (1 * XP_NS_PER_S)
+#define UP_PAUSE_SHARE   4 /* of deadlines.reform, at most, before who lived shortly is replaced */
 #define UP_SWEEP_NS      (1 * XP_NS_PER_S) /* for what an engine's main process leaves behind */
 
 typedef struct up_child {
@@ -98,9 +100,9 @@ static xp_status_t start_child(const up_t *up, up_child_t *child)
         sigset_t term;
         sigemptyset(&term);
         sigaddset(&term, SIGTERM);
-        sigprocmask(SIG_SETMASK, &term, NULL);
         signal(SIGINT, SIG_IGN);
         signal(SIGHUP, SIG_IGN);
+        sigprocmask(SIG_SETMASK, &term, NULL);
         if (child->engine)
             setpgid(0, 0);
         prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -270,7 +272,9 @@ static bool replaces(up_t *up, up_child_t *child)
                    (uint64_t)((up->config->deadlines.stop + UP_SLACK_S) * (double)XP_NS_PER_S)) {
         return false;
     }
-    child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + UP_SHORT_LIFE_NS : now;
+    double share = up->config->deadlines.reform / UP_PAUSE_SHARE * (double)XP_NS_PER_S;
+    uint64_t pause = share < (double)UP_SHORT_LIFE_NS ? (uint64_t)share : UP_SHORT_LIFE_NS;
+    child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + pause : now;
     return true;
 }
 
@@ -325,8 +329,16 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
                   up->failed || !daemon_goes_on(up)))
         return;
     if (up->stopping || up->failed || daemon_is_stopping(up)) {
-        if ((own_end || is_former(up, child)) && !up->failed)
+        /* An agent that was killed is the daemon's to judge: the end of its Generation, or of all.
+         */
+        bool judged = is_agent(child) && WIFSIGNALED(wait_status) &&
+                      WTERMSIG(wait_status) == SIGKILL && !up->killed;
+        bool unheard = WIFEXITED(wait_status) && WEXITSTATUS(wait_status) == PARTICIPANT_UNHEARD;
+        if ((own_end || is_former(up, child) || judged || unheard) && !up->failed) {
+            if (judged && !up->changed_ns)
+                up->changed_ns = xp_monotonic_ns(); /* the others end with it */
             return;
+        }
         up->exit_code = up->exit_code == 130 ? 130 : 1;
         return;
     }
@@ -542,6 +554,7 @@ int up_run(const config_t *config, const char *program, char *const *config_argu
     while (alive(up)) {
         struct timespec tick = {.tv_nsec = UP_TICK_MS * 1000000};
         int got = sigtimedwait(&signals, NULL, &tick);
+        reap(up); /* whoever died before the signal did not die of it */
         if (got == SIGINT || got == SIGTERM || got == SIGHUP)
             on_stop_signal(up, got);
         reap(up);

@@ -34,3 +34,19 @@ xp_status_t xp_child_reap(pid_t pid, uint64_t deadline_ns, int *wait_status_out)
         nanosleep(&(struct timespec){.tv_nsec = REAP_NAP_NS}, NULL);
     }
 }
+
+static void do_nothing(int signal_number)
+{
+    (void)signal_number;
+}
+
+void xp_process_hold_stop_signals(void)
+{
+    sigset_t both;
+    sigemptyset(&both);
+    sigaddset(&both, SIGTERM);
+    sigaddset(&both, SIGINT);
+    sigprocmask(SIG_BLOCK, &both, NULL);
+    signal(SIGTERM, do_nothing);
+    signal(SIGINT, do_nothing);
+}

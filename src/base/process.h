@@ -13,4 +13,8 @@
  * XP_CHILD_GRACE_NS of that is left unreaped. XP_NOT_FOUND: no child of ours. Records no error. */
 #define XP_CHILD_GRACE_NS 1000000000ull
 xp_status_t xp_child_reap(pid_t pid, uint64_t deadline_ns, int *wait_status_out);
+
+/* From here on SIGTERM and SIGINT do nothing and are blocked. Unlike SIG_IGN that loses none which
+ * is pending: whoever takes them over and unblocks them gets it. */
+void xp_process_hold_stop_signals(void);
 #endif

@@ -19,6 +19,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/process.h"
 #include "control/daemon_kv.h"
 #include "control/daemon_private.h"
 #include "control/gpus.h"
@@ -515,6 +516,7 @@ static void on_tick(evutil_socket_t fd, short events, void *context)
             daemon_instance_close_arenas(&daemon->instances[i], XP_CLOSED);
     daemon_participants_admit_waiting(daemon);
     daemon_plane_tick(daemon);
+    daemon_instances_watch(daemon);
     daemon_status_probe(daemon);
     daemon_advance(daemon);
     continue_stop(daemon);
@@ -558,9 +560,8 @@ static xp_status_t daemon_start(daemon_t *daemon)
     }
     for (uint32_t i = 0; i < config->model_count; i++) {
         daemon->instances[i].rank_count = daemon->planned->models[i].ranks;
-        if (config->models[i].engine == CONFIG_ENGINE_SGLANG)
-            XP_TRY(
-                model_checkpoint_digest(config->models[i].path, daemon->instances[i].checkpoint));
+        daemon->instances[i].stamp = model_checkpoint_stamp(config->models[i].path);
+        XP_TRY(model_checkpoint_digest(config->models[i].path, daemon->instances[i].checkpoint));
     }
     XP_TRY(daemon_make_plan_memfd(&daemon->planned->plan, &daemon->plan_fd));
     if (!daemon->planned->cuda) {
@@ -577,22 +578,22 @@ static xp_status_t daemon_start(daemon_t *daemon)
     daemon->on_accept =
         event_new(daemon->base, daemon->listener, EV_READ | EV_PERSIST, daemon_on_accept, daemon);
     /* What removing the signal events restores: ending is not cut short by one more signal. */
-    signal(SIGTERM, SIG_IGN);
-    signal(SIGINT, SIG_IGN);
+    xp_process_hold_stop_signals();
     daemon->on_term = evsignal_new(daemon->base, SIGTERM, on_signal, daemon);
     daemon->on_int = evsignal_new(daemon->base, SIGINT, on_signal, daemon);
     daemon->on_deadline = evtimer_new(daemon->base, on_deadline, daemon);
     daemon->on_tick = event_new(daemon->base, -1, EV_PERSIST, on_tick, daemon);
     struct timeval tick = {.tv_usec = TICK_MS * 1000};
-    sigset_t term; /* `up` starts its children with SIGTERM blocked */
-    sigemptyset(&term);
-    sigaddset(&term, SIGTERM);
+    sigset_t both; /* `up` starts its children with SIGTERM blocked */
+    sigemptyset(&both);
+    sigaddset(&both, SIGTERM);
+    sigaddset(&both, SIGINT);
     if (!daemon->on_accept || !daemon->on_term || !daemon->on_int || !daemon->on_deadline ||
         !daemon->on_tick || event_add(daemon->on_accept, NULL) ||
         event_add(daemon->on_term, NULL) || event_add(daemon->on_int, NULL) ||
         event_add(daemon->on_tick, &tick))
         return xp_fail(XP_NO_MEMORY, "no memory for the daemon's events");
-    sigprocmask(SIG_UNBLOCK, &term, NULL);
+    sigprocmask(SIG_UNBLOCK, &both, NULL);
     XP_TRY(daemon_status_start(daemon));
     daemon_set_deadline(daemon, config->deadlines.registration);
     return XP_OK;

@@ -38,6 +38,7 @@ struct daemon_generation {
     kept_shard_t kept[FABRIC_MAX_FFN][FABRIC_MAX_INSTANCES];
     uint32_t barren;
     bool computed;          /* this Generation, by what an agent of a GPU has told */
+    uint64_t fallen;        /* agents that died before it had its plan, by PE; each once */
     uint64_t executable_ns; /* of this Generation */
 };
 
@@ -228,7 +229,7 @@ static void end_generation(daemon_t *daemon, const char *who, const char *what)
         fabric_fail(daemon->fabric, FABRIC_PE_OBSERVER, text);
     }
     self->barren = was_barren(daemon) ? self->barren + 1 : 0;
-    self->executable_ns = 0;
+    self->executable_ns = self->fallen = 0;
     self->computed = false;
     tell_former(daemon);
     if (!daemon->reforming)
@@ -245,24 +246,50 @@ static void end_generation(daemon_t *daemon, const char *who, const char *what)
     daemon_generation_deadline(daemon, daemon->config->deadlines.registration);
 }
 
+/* The bit of the agent that is called so; the highest for anybody else. */
+static uint64_t bit_of(const daemon_t *daemon, const char *who)
+{
+    const config_t *config = daemon->config;
+    const char *device = strchr(who, ' ');
+    bool ffn = strncmp(who, "ffnagent ", 9) == 0;
+    uint32_t index;
+    if (!device || !config_device_find(config, ffn, device + 1, &index))
+        return (uint64_t)1 << 63;
+    return (uint64_t)1 << (ffn ? config->atn_count + index : index);
+}
+
+/* An agent fell before the Generation had its plan. Whether it is one more of those that fell
+ * together: all of them bring as little as one. Who falls again begins anew. */
+static bool fell_together(daemon_t *daemon, const char *who)
+{
+    daemon_generation_t *self = daemon->generation;
+    uint64_t bit = bit_of(daemon, who);
+    bool together = self->fallen && !(self->fallen & bit);
+    self->fallen = together ? self->fallen | bit : bit;
+    return together;
+}
+
 void daemon_generation_fail(daemon_t *daemon, const char *who, const char *what)
 {
-    const daemon_generation_t *self = daemon->generation;
+    daemon_generation_t *self = daemon->generation;
     char text[sizeof(((xpw_Failure *)0)->what)];
     if (daemon->failed || daemon->state >= DAEMON_QUIESCING || !daemon->ready_ns ||
         daemon->config->deadlines.reform <= 0) {
         daemon_fail(daemon, who, what);
         return;
     }
-    if (self->barren >= BARREN_LIMIT) {
-        snprintf(text, sizeof(text), "%.400s (after %u Generations that computed nothing)", what,
+    bool registering = daemon->state == DAEMON_REGISTERING;
+    bool together = registering && fell_together(daemon, who);
+    if (!together && self->barren >= BARREN_LIMIT) {
+        snprintf(text, sizeof(text),
+                 "%.400s (after %u attempts at Generations that computed nothing)", what,
                  self->barren);
         daemon_fail(daemon, who, text);
         return;
     }
-    if (daemon->state == DAEMON_REGISTERING) {
+    if (registering) {
         /* Nothing rests on it yet: its place is free again. */
-        daemon->generation->barren++;
+        self->barren += !together;
         xp_log_warn("%s: %s; Generation %llu waits for another one", who, what,
                     (unsigned long long)daemon->planned->plan.generation);
         return;
@@ -282,6 +309,9 @@ bool daemon_generation_formed(daemon_t *daemon)
     xp_status_t status;
     fabric_t *fabric = NULL;
     int plan_fd = -1;
+    /* FfnAgents read anew, Instances keep what they read at the start. */
+    for (uint32_t i = 0; i < daemon->config->model_count; i++)
+        XP_TRY_GOTO(status, fail, daemon_instance_check_checkpoint(&daemon->instances[i]));
     XP_TRY_GOTO(status, fail, daemon_make_plan_memfd(&daemon->planned->plan, &plan_fd));
     if (daemon->fabric) {
         XP_TRY_GOTO(status, fail, fabric_shm_renew(&daemon->planned->plan, &daemon->descriptors));

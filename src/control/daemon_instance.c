@@ -20,6 +20,9 @@
 
 #define WORKLOAD_TIMEOUT_NS (5 * XP_NS_PER_S) /* from a library's Hello to its Workload */
 #define STUCK_LIMIT         3 /* Generations in a row that may fail over one request */
+#define WATCH_SUBMISSIONS   2 /* an AtnAgent has so many times deadlines.submission ... */
+#define WATCH_SLACK_S       1 /* ... and this */
+#define WATCH_GAP_NS        (2 * XP_NS_PER_S) /* between two looks: the daemon stood still too */
 /* Of deadlines.registration, how long a rank waits for its predecessor's end: less than it would
  * wait for us, so that it is told why. */
 #define WAIT_SHARE 0.875
@@ -257,6 +260,53 @@ void daemon_instance_try_attach(daemon_instance_t *instance)
     }
 }
 
+/* Whether the rank's request has waited for `limit_ns`, as far as was seen; `anew`: begin again. */
+static bool stands_still(daemon_rank_t *rank, uint64_t now, uint64_t limit_ns, bool anew)
+{
+    uint64_t answered = 0;
+    bool open = false;
+    if (rank->arena_fd < 0 || !rank->attached_at_agent ||
+        transport_arena_look(rank->arena_fd, &answered, &open) != XP_OK || !open) {
+        rank->open_since_ns = 0;
+        return false;
+    }
+    if (anew || !rank->open_since_ns || rank->open_sequence != answered) {
+        rank->open_since_ns = now;
+        rank->open_sequence = answered;
+    }
+    return now - rank->open_since_ns > limit_ns;
+}
+
+void daemon_instances_watch(daemon_t *daemon)
+{
+    /* An AtnAgent that runs finds out by itself, and first. */
+    double limit = WATCH_SUBMISSIONS * daemon->config->deadlines.submission + WATCH_SLACK_S;
+    uint64_t now = xp_monotonic_ns();
+    bool executes = daemon->state >= DAEMON_EXECUTABLE && daemon->state <= DAEMON_DRAINING;
+    bool anew = now - daemon->watched_ns > WATCH_GAP_NS;
+    if (daemon->plane || daemon->failed || daemon->reforming || !executes)
+        return;
+    daemon->watched_ns = now;
+    for (uint32_t i = 0; i < daemon->config->model_count; i++) {
+        daemon_instance_t *instance = &daemon->instances[i];
+        for (uint32_t r = 0; r < instance->rank_count && !instance->ending; r++) {
+            daemon_rank_t *rank = &instance->ranks[r];
+            char who[80], what[256];
+            if (!stands_still(rank, now, (uint64_t)(limit * (double)XP_NS_PER_S), anew))
+                continue;
+            snprintf(who, sizeof(who), "atnagent %s",
+                     daemon->config->atn[planned(instance)->rank_atn[r]].name);
+            snprintf(what, sizeof(what),
+                     "no answer to request %llu of model %.96s within %g s (deadlines.submission "
+                     "is %g s)",
+                     (unsigned long long)rank->open_sequence + 1, configured(instance)->id, limit,
+                     daemon->config->deadlines.submission);
+            daemon_generation_fail(daemon, who, what);
+            return;
+        }
+    }
+}
+
 /* Takes the lease of one rank's arena back. */
 static void release_arena(daemon_instance_t *instance, uint32_t index)
 {
@@ -485,6 +535,25 @@ static bool waits_for_predecessor(daemon_instance_t *instance, daemon_participan
     return true;
 }
 
+xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance)
+{
+    const config_model_t *model = configured(instance);
+    uint8_t digest[MODEL_DIGEST_BYTES];
+    uint64_t stamp = model_checkpoint_stamp(model->path);
+    if (stamp == instance->stamp)
+        return XP_OK;
+    xp_status_t status = model_checkpoint_digest(model->path, digest);
+    if (status != XP_OK)
+        return xp_fail_context(status, "the checkpoint of model %s", model->id);
+    if (memcmp(digest, instance->checkpoint, sizeof(digest)) != 0)
+        return xp_fail(XP_INVALID,
+                       "the checkpoint of model %s, %.300s, is not the one that the system started "
+                       "with; put that back, or start everything again",
+                       model->id, model->path);
+    instance->stamp = stamp;
+    return XP_OK;
+}
+
 void daemon_instance_register(daemon_participant_t *participant)
 {
     daemon_t *daemon = participant->daemon;
@@ -519,6 +588,11 @@ void daemon_instance_register(daemon_participant_t *participant)
     if (rank->participant) {
         daemon_participant_refuse(participant, "model %s already has its Instance (pid %d)",
                                   model->id, (int)rank->participant->pid);
+        return;
+    }
+    /* Another engine says itself what it loads. */
+    if (!library && daemon_instance_check_checkpoint(instance) != XP_OK) {
+        daemon_participant_refuse(participant, "%.400s", xp_error_last()->text);
         return;
     }
     if (!daemon_instance_present(instance)) {

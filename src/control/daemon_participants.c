@@ -114,7 +114,7 @@ void daemon_participant_gone(daemon_participant_t *participant)
     char who[160];
     daemon_participant_describe(participant, who, sizeof(who));
     bool ordered = ended_in_order(participant), library = participant->library;
-    bool former = participant->former;
+    bool former = participant->former, was_killed = participant->was_killed;
     bool stopping = daemon->failed || daemon->state >= DAEMON_QUIESCING;
     xpw_Role role = participant->role;
     uint32_t index = participant->index, rank = participant->rank;
@@ -169,7 +169,9 @@ void daemon_participant_gone(daemon_participant_t *participant)
         break;
     }
     bool agent = role == xpw_Role_ROLE_ATNAGENT || role == xpw_Role_ROLE_FFNAGENT;
-    if (agent && !stopping && !ordered && !former) {
+    /* What still drains rests on it too, and would wait for it until deadlines.drain. */
+    bool draining = daemon->state == DAEMON_DRAINING && !daemon->reforming && !was_killed;
+    if (agent && (!stopping || draining) && !ordered && !former) {
         char what[128];
         snprintf(what, sizeof(what), "its process (pid %d) died", pid);
         daemon_generation_fail(daemon, short_name, what);

@@ -100,6 +100,7 @@ typedef struct daemon_rank {
     bool waiting;            /* attached before, to an AtnAgent of a failed Generation */
     uint64_t stuck_sequence; /* answered when the last Generation failed, the next one open: */
     uint32_t stuck_count;    /* so often in a row */
+    uint64_t open_sequence, open_since_ns; /* seen waiting in its arena; 0: none */
     uint64_t weight_bytes, kv_bytes;
 } daemon_rank_t;
 
@@ -114,7 +115,8 @@ typedef struct daemon_instance {
     uint64_t ending_ns;
     uint64_t admitted_ns;                   /* the first rank's Hello, for deadlines.startup */
     char engine[64];                        /* a library's name and release */
-    uint8_t checkpoint[MODEL_DIGEST_BYTES]; /* of the configured path, for engines that load it */
+    uint8_t checkpoint[MODEL_DIGEST_BYTES]; /* of the configured path, at the start */
+    uint64_t stamp;                         /* of the same files */
     char host[64];
     uint32_t port; /* 0: no HTTP */
     uint32_t max_context;
@@ -140,6 +142,7 @@ struct daemon {
     bool reforming;           /* ... and does not execute yet */
     uint64_t pause_began_ns;  /* of the failure that began it */
     double last_pause_s;      /* how long the last such pause was */
+    uint64_t watched_ns;      /* when the arenas were last looked at */
     uint64_t reforms;         /* Generations that failed and were replaced */
     xpw_Failure last_failure; /* of the last of them; generation 0: none */
     daemon_state_t state;
@@ -243,6 +246,12 @@ void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t rank, const
 void daemon_instance_try_attach(daemon_instance_t *instance);
 /* A rank's open request waits for the next Generation. */
 bool daemon_instance_waits(const daemon_instance_t *instance);
+/* XP_INVALID: its checkpoint on disk is not the one of the start, with which what is loaded would
+ * not go together. Reads files only where one was written since. */
+xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance);
+/* An AtnAgent that stands still tells nobody: a request that stays in an arena far longer than
+ * deadlines.submission fails the Generation. On CPUs. */
+void daemon_instances_watch(daemon_t *daemon);
 /* Tells the ranks to warm up, once all are attached. */
 void daemon_instance_initialize(daemon_instance_t *instance);
 /* Takes over what its ranks and its health say into its state, and tells the gateway. */

@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/process.h"
 
 #define CONNECT_RETRY_NS      (50 * XP_NS_PER_MS)
 #define FAIL_ANSWER_TIMEOUT_S 2 /* how long a failed role waits for the canonical failure */
@@ -26,6 +27,7 @@ struct participant {
     struct event *on_term, *on_int, *on_fail_timeout;
     int exit_code;
     bool library, under_up, left, ending;
+    bool heard; /* the daemon has said something */
     char own_failure[512];
 };
 
@@ -76,6 +78,7 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
     participant_t *self = context;
     if (self->ending)
         return;
+    self->heard = true;
     switch (envelope->which_body) {
     case xpw_Envelope_refused_tag:
         if (envelope->body.refused.stopping) {
@@ -115,6 +118,12 @@ static void on_closed(void *context, wire_channel_t *channel, xp_status_t status
     snprintf(why, sizeof(why), "%s", xp_error_last()->text);
     if (self->handlers.failed)
         self->handlers.failed(self->handlers.context);
+    if (!self->heard && !self->library && !self->own_failure[0]) {
+        tell_end(self, self->under_up ? XP_CLOSED : XP_FATAL,
+                 "the daemon ended before it had answered (%.800s)", why);
+        participant_end(self, PARTICIPANT_UNHEARD);
+        return;
+    }
     if (self->own_failure[0])
         tell_end(self, XP_FATAL, "ended by its own failure: %s", self->own_failure);
     else
@@ -186,18 +195,18 @@ static xp_status_t take_signals(participant_t *self)
 {
     /* Removing a signal event restores what was there before: a signal that comes while the process
      * is already ending must not cut that short. */
-    signal(SIGTERM, SIG_IGN);
-    signal(SIGINT, SIG_IGN);
+    xp_process_hold_stop_signals();
     self->on_term = evsignal_new(self->base, SIGTERM, on_signal, self);
     self->on_int = evsignal_new(self->base, SIGINT, on_signal, self);
     if (!self->on_term || !self->on_int || event_add(self->on_term, NULL) != 0 ||
         event_add(self->on_int, NULL) != 0)
         return xp_fail(XP_NO_MEMORY, "no memory for signal events");
     /* `up` starts its children with SIGTERM blocked, so that none is lost before this point. */
-    sigset_t term;
-    sigemptyset(&term);
-    sigaddset(&term, SIGTERM);
-    sigprocmask(SIG_UNBLOCK, &term, NULL);
+    sigset_t both;
+    sigemptyset(&both);
+    sigaddset(&both, SIGTERM);
+    sigaddset(&both, SIGINT);
+    sigprocmask(SIG_UNBLOCK, &both, NULL);
     return XP_OK;
 }
 
@@ -288,7 +297,7 @@ int participant_start_error(void)
         return 0;
     }
     xp_log_error("cannot start");
-    return 1;
+    return xp_error_last()->status == XP_CLOSED ? PARTICIPANT_UNHEARD : 1;
 }
 
 void participant_destroy(participant_t *self)

@@ -55,6 +55,9 @@ xp_status_t participant_create_library(struct event_base *base, const config_t *
                                        const participant_handlers_t *handlers,
                                        participant_t **participant_out);
 void participant_destroy(participant_t *participant);
+/* The daemon ended, or hung up, before it had said a word: an exit code of its own, since in an
+ * ordered end that is no fault. */
+#define PARTICIPANT_UNHEARD 75
 /* After a start that failed: logs why and gives the exit code (0 when it was told to end before).
  */
 int participant_start_error(void);

@@ -4,10 +4,10 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "ffn/cuda/kernels.h"
 #include "ffn/dummy.h"
+#include "model/digest.h"
 
 /* What the device's products reach at a few hundred rows, in multiply-adds a nanosecond; only the
  * size of pieces hangs on it. */
@@ -152,17 +152,12 @@ static uint64_t identity_add(uint64_t identity, uint64_t value)
 uint64_t cuda_layout_identity(const cuda_layout_t *layout, const ffn_install_t *install)
 {
     uint64_t identity = ffn_dummy_seed(install->path);
-    struct stat info;
     identity = identity_add(identity, FFN_CUDA_DISPATCH_ABI);
     identity = identity_add(identity, layout->dtype);
     identity = identity_add(identity, ((uint64_t)install->tp_rank << 32) | install->tp_size);
     identity = identity_add(identity, install->dummy);
     /* A checkpoint that was written anew is another one. */
-    if (stat(install->path, &info) == 0) {
-        identity = identity_add(identity, (uint64_t)info.st_ino);
-        identity = identity_add(identity, (uint64_t)info.st_mtim.tv_sec);
-        identity = identity_add(identity, (uint64_t)info.st_mtim.tv_nsec);
-    }
+    identity = identity_add(identity, model_checkpoint_stamp(install->path));
     for (size_t i = 0; i < layout->layout.count; i++) {
         const layout_item_t *item = &layout->layout.items[i];
         const cuda_item_t *placed = &layout->items[i];

@@ -2,49 +2,22 @@
 /* See keep.h. Threads of its own live for one call only. */
 #include "ffn/keep.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 
 #include "base/memfd.h"
 #include "ffn/dummy.h"
 #include "kernels/kernels.h"
+#include "model/digest.h"
 
 #define KEEP_FORM        1u /* raised when the packed form or the layout's meaning changes */
 #define KEEP_MAX_READERS 16
-#define KEEP_MAX_ENTRIES 100000 /* of a checkpoint's folder */
 #define KEEP_PLACE       0x9e3779b97f4a7c15u
 
 static uint64_t identity_add(uint64_t identity, uint64_t value)
 {
     return ffn_dummy_mix(identity + value + KEEP_PLACE);
-}
-
-static uint64_t identity_of_file(uint64_t seed, const struct stat *info)
-{
-    seed = identity_add(seed, (uint64_t)info->st_ino);
-    seed = identity_add(seed, (uint64_t)info->st_size);
-    seed = identity_add(seed, (uint64_t)info->st_mtim.tv_sec);
-    return identity_add(seed, (uint64_t)info->st_mtim.tv_nsec);
-}
-
-/* A checkpoint that was written anew is another one. The sum does not depend on the order in which
- * a folder lists its files. */
-static uint64_t identity_of_files(const char *path)
-{
-    uint64_t sum = 0;
-    struct stat info;
-    const struct dirent *entry;
-    DIR *folder = opendir(path);
-    if (!folder)
-        return stat(path, &info) == 0 ? identity_of_file(0, &info) : 0;
-    for (uint32_t seen = 0; seen < KEEP_MAX_ENTRIES && (entry = readdir(folder)); seen++)
-        if (fstatat(dirfd(folder), entry->d_name, &info, 0) == 0 && S_ISREG(info.st_mode))
-            sum += identity_of_file(ffn_dummy_seed(entry->d_name), &info);
-    closedir(folder);
-    return sum;
 }
 
 uint64_t keep_identity(const ffn_install_t *install, const layout_t *layout)
@@ -54,7 +27,8 @@ uint64_t keep_identity(const ffn_install_t *install, const layout_t *layout)
     identity = identity_add(identity, ffn_dummy_seed(kernels_variant_name(kernels_selected())));
     identity = identity_add(identity, (uint64_t)install->tp_rank << 32 | install->tp_size);
     identity = identity_add(identity, install->dummy);
-    identity = identity_add(identity, identity_of_files(install->path));
+    /* A checkpoint that was written anew is another one. */
+    identity = identity_add(identity, model_checkpoint_stamp(install->path));
     for (size_t i = 0; i < layout->count; i++) {
         const layout_item_t *item = &layout->items[i];
         identity = identity_add(identity, ffn_dummy_seed(item->name));

@@ -175,3 +175,37 @@ done:
     free(source);
     return status;
 }
+
+static uint64_t stamp_add(uint64_t stamp, uint64_t value)
+{
+    uint64_t mixed = (stamp + value) * 0x9e3779b97f4a7c15u;
+    return (mixed ^ mixed >> 29) * 0xbf58476d1ce4e5b9u;
+}
+
+static uint64_t stamp_of_file(uint64_t stamp, const struct stat *info)
+{
+    stamp = stamp_add(stamp, (uint64_t)info->st_ino);
+    stamp = stamp_add(stamp, (uint64_t)info->st_size);
+    stamp = stamp_add(stamp, (uint64_t)info->st_mtim.tv_sec);
+    return stamp_add(stamp, (uint64_t)info->st_mtim.tv_nsec);
+}
+
+uint64_t model_checkpoint_stamp(const char *path)
+{
+    uint64_t sum = 0;
+    struct stat info;
+    const struct dirent *entry;
+    DIR *folder = opendir(path);
+    if (!folder)
+        return stat(path, &info) == 0 ? stamp_of_file(0, &info) : 0;
+    /* A sum: a folder lists its files in any order. */
+    for (uint32_t seen = 0; seen < DIGEST_MAX_ENTRIES && (entry = readdir(folder)); seen++) {
+        uint64_t name = 0;
+        for (const char *c = entry->d_name; *c; c++)
+            name = stamp_add(name, (uint8_t)*c);
+        if (fstatat(dirfd(folder), entry->d_name, &info, 0) == 0 && S_ISREG(info.st_mode))
+            sum += stamp_of_file(name, &info);
+    }
+    closedir(folder);
+    return sum;
+}

@@ -15,4 +15,8 @@
  * or a .gguf file, as model_spec_load(); a folder without weights is its config.json. Independent
  * of where the folder lies. */
 xp_status_t model_checkpoint_digest(const char *path, uint8_t digest_out[MODEL_DIGEST_BYTES]);
+
+/* From inode, size and time of change of each file, without opening one: the same number means
+ * that nothing was written there since. 0: there is nothing at `path`. */
+uint64_t model_checkpoint_stamp(const char *path);
 #endif

@@ -5,8 +5,11 @@ run by hand are waited for. An agent that always dies, or for which none comes, 
 
 import contextlib
 import os
+import pathlib
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 
@@ -174,18 +177,24 @@ def agents_at_once():
 
 
 def stopped_for_good():
-    """An FfnAgent that stands still past deadlines.submission is replaced; it is killed, not waited for."""
+    """An agent that stands still past deadlines.submission is replaced; it is killed, not waited for."""
     prompt = harness.golden()[0]
     with system_of_two("[deadlines]\nsubmission = 1.0") as system:
         system.start(120)
         want = system.generate("left", prompt["ids"], LENGTH, 120)
-        streams = streams_of(system, prompt)
-        pid = system.pid(FFN)
-        os.kill(pid, signal.SIGSTOP)
-        for stream in streams:
-            harness.check(stream.result(60) == want, "tokens changed by the new Generation")
-        formed(system, 2)
-        harness.check(system.pid(FFN) != pid, "the FfnAgent that stood still was not replaced")
+        for number, role in enumerate((FFN, "atnagent cpu:0"), 2):
+            pid = system.pid(role)
+            others = [p for r, p in system.roles().items() if r.startswith("ffnagent") and r != role]
+            streams = streams_of(system, prompt)
+            for one in (*others, pid):
+                os.kill(one, signal.SIGSTOP)
+            time.sleep(0.1)  # requests are certainly open
+            for one in others:
+                os.kill(one, signal.SIGCONT)
+            for stream in streams:
+                harness.check(stream.result(60) == want, "tokens changed by the new Generation")
+            formed(system, number)
+            harness.check(system.pid(role) != pid, f"the {role} that stood still was not replaced")
         system.stop()
 
 
@@ -232,6 +241,29 @@ def nobody_comes():
         for stream in streams:
             stream.thread.join(5)
             harness.check(not stream.thread.is_alive() and not stream.done, "a stream ended as if it were complete")
+
+
+def fall_together():
+    """Eight agents that wait for the next Generation die at once: that is one misfortune, not eight, and
+    brings nothing nearer to the end."""
+    with harness.System([harness.model("left", dtype="float32")], atn=4, ffn=4) as system:
+        system.start(120)
+        for _ in range(2):
+            before = generation(system)
+            # One that stands still keeps the next Generation from its plan until it is killed.
+            still = system.pid("ffnagent cpu:7")
+            os.kill(still, signal.SIGSTOP)
+            os.kill(system.pid("atnagent cpu:0"), signal.SIGKILL)
+            harness.wait_until(lambda: generation(system) > before, 10, "the next Generation begins", 0.005)
+            harness.wait_until(lambda: sum(a["registered"] for a in system.state()["agents"]) >= 6, 10, "agents", 0.005)
+            for role, pid in system.roles().items():
+                if "agent" in role and pid != still:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            formed(system, before + 1)
+        fallen = system.log().count("waits for another one")
+        harness.check(fallen >= 6, f"only {fallen} agents died before the plan")
+        system.stop()
 
 
 def dies_again_and_again():
@@ -284,6 +316,61 @@ def down_while_forming():
                 harness.check(not stream.thread.is_alive(), "a client hangs after the stop")
 
 
+def killed_while_draining():
+    """An agent that dies while requests drain: nobody waits for deadlines.drain, the end is no clean one."""
+    prompt = harness.golden()[0]
+    with system_of_two() as system:
+        system.start(120)
+        streams = streams_of(system, prompt)
+        for name, pid in system.roles().items():
+            if name.startswith("ffnagent"):
+                os.kill(pid, signal.SIGSTOP)
+        system.interrupt()
+        harness.wait_until(lambda: "-> DRAINING" in system.log(), 5, "DRAINING", 0.005)
+        os.kill(system.pid(FFN), signal.SIGKILL)
+        system.expect_end(None, 8)
+        harness.check(f"{FFN}: its process" in system.log(), "the reason is not given")
+        for stream in streams:
+            stream.thread.join(5)
+            harness.check(not stream.thread.is_alive(), "a client hangs after the end")
+
+
+def rewrite(folder, change):
+    """Every weight file of a checkpoint is written anew, its last half backwards if `change`."""
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        if change:
+            half = len(data) // 2
+            data = data[:half] + data[:half - 1 : -1]
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(data)
+        fresh.replace(path)
+
+
+def checkpoint_changed():
+    """Files written anew with the same bytes are read again; with other bytes, nothing is served that mixes
+    them with what the Instances hold: no new Instance, and no next Generation."""
+    prompt = harness.golden()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, "checkpoint")
+        shutil.copytree(harness.TALES, copy)
+        with harness.System([harness.model("left", copy, dtype="float32")], atn=1, ffn=1) as system:
+            system.start(120)
+            want = system.generate("left", prompt["ids"], LENGTH, 120)
+            rewrite(copy, False)
+            os.kill(system.pid("ffnagent"), signal.SIGKILL)
+            formed(system, 2)
+            harness.check(system.generate("left", prompt["ids"], LENGTH, 60) == want, "the same files, other tokens")
+            rewrite(copy, True)
+            os.kill(system.pid("serve left"), signal.SIGKILL)
+            harness.wait_until(lambda: "serve left" not in system.roles(), 5, "the Instance is dead")
+            code, _, error = system.run("serve", "left", timeout=30)
+            harness.check(code != 0 and "is not the one" in error, f"an Instance of other files: {code} {error}")
+            os.kill(system.pid("ffnagent"), signal.SIGKILL)
+            system.expect_end(None)
+            harness.check("the checkpoint of model left" in system.log(), "the reason is not given")
+
+
 def off():
     """deadlines.reform = 0: an agent's death is everybody's, as test_kill has it in full."""
     with system_of_two("[deadlines]\nreform = 0") as system:
@@ -304,7 +391,10 @@ if __name__ == "__main__":
         stopped_for_good,
         by_hand,
         nobody_comes,
+        fall_together,
         dies_again_and_again,
         down_while_forming,
+        killed_while_draining,
+        checkpoint_changed,
         off,
     )

@@ -40,6 +40,18 @@ def interrupt_while_serving():
         harness.check(not stream.thread.is_alive(), "the client hangs after the stop")
 
 
+def interrupt_while_daemon_starts():
+    """A Ctrl-C that comes before the daemon takes signals is not lost."""
+    for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.04):
+        with one() as system:
+            system.up = system.launch("up")
+            harness.wait_until(lambda: "daemon" in system.roles(), 5, "the daemon's process is there", 0.001)
+            time.sleep(delay)
+            system.interrupt()
+            system.expect_end(0, 5)
+            harness.check("canonical failure" not in system.log(), f"called a failure: {system.log()[-600:]}")
+
+
 def interrupt_while_starting():
     for delay in (0.0, 0.05, 0.3):
         with one() as system:
@@ -247,6 +259,7 @@ if __name__ == "__main__":
     harness.main(
         up_and_interrupt,
         interrupt_while_serving,
+        interrupt_while_daemon_starts,
         interrupt_while_starting,
         down,
         terminate_daemon,

@@ -94,6 +94,23 @@ static void test_gguf(void **state)
     assert_true(same(path, inside));
 }
 
+static void test_stamp(void **state)
+{
+    char path[128], inside[160];
+    make(path, "stamped", 5000, 1);
+    uint64_t before = model_checkpoint_stamp(path);
+    assert_true(before != 0);
+    assert_true(model_checkpoint_stamp(path) == before);
+    write_file(path, "model-00002-of-00002.safetensors", 1001, 1); /* another size */
+    uint64_t after = model_checkpoint_stamp(path);
+    assert_true(after != before);
+    snprintf(inside, sizeof(inside), "%s/config.json", path);
+    assert_true(model_checkpoint_stamp(inside) != 0);
+    assert_int_equal(unlink(inside), 0);
+    assert_true(model_checkpoint_stamp(path) != after);
+    assert_true(model_checkpoint_stamp("/nowhere/at/all") == 0);
+}
+
 static void test_errors(void **state)
 {
     uint8_t digest[MODEL_DIGEST_BYTES];
@@ -107,6 +124,6 @@ static void test_errors(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_folders), cmocka_unit_test(test_gguf),
-                                       cmocka_unit_test(test_errors)};
+                                       cmocka_unit_test(test_stamp), cmocka_unit_test(test_errors)};
     return cmocka_run_group_tests(tests, setup, teardown);
 }
