@@ -2,16 +2,18 @@
 # SPDX-License-Identifier: MIT
 """One model by SGLang through CrossPool on GPUs, beside SGLang alone: the same tokens, by captured graphs.
 
-    tests/cuda/sglang_first.py --build BUILD [--site FOLDER] [--model PATH] [--layout tp1|tp2|dp2]
+    tests/cuda/sglang_first.py --build BUILD [--site FOLDER] [--model PATH] [--layout tp1|one|tp2|dp2]
                                [--eager] [--dummy] [--limit SECONDS] [--out FOLDER] [--rehearse]
 
 Both servers are started at once: CrossPool with attention on cuda:0 and the FFN on cuda:1 (tp2, dp2: both
-roles on both), SGLang alone on cuda:1. Each is asked for 64 greedy tokens of four prompts, one after the
-other (the prompts' lengths lie in, between and beyond the captured prefill sizes), then for three at once,
-which a decode graph of four rows serves. Printed: agreement and where it ends, with the distance of SGLang's
-own two best tokens there; how far both are from the checkpoint in float32, which judges them (benches/sglang_truth.py); calls replayed by graphs and queued outside them; memory; the tails of all logs
-where something went wrong. In the end eight requests at once, more than the KV Cache's floor holds, are asked
-for again and again while `xpool kv trim` takes away what they do not use: answers as good, and memory that moved. Nothing is killed but what is left at the end.
+roles on both; one: both roles on cuda:0, no other GPU is needed), SGLang alone on cuda:1 (one: cuda:0). Each is
+asked for 64 greedy tokens of four prompts, one after the other (the prompts' lengths lie in, between and beyond
+the captured prefill sizes), then for three at once, which a decode graph of four rows serves. Printed: agreement
+and where it ends, with the distance of SGLang's own two best tokens there; how far both are from the checkpoint
+in float32, which judges them (benches/sglang_truth.py); calls replayed by graphs and queued outside them;
+memory; the tails of all logs where something went wrong. Where the KV Cache is elastic, the prompts are asked
+for again and again while `xpool kv trim` takes away what they do not use: answers as good, and memory that
+moved. Nothing is killed but what is left at the end.
 
 --site: a folder with SGLang and what it needs, where the interpreter itself has it not. --dummy: no
 checkpoint is read, tokens are not compared. --rehearse: CPU devices, without graphs. Exit code 77: no GPUs.
@@ -59,7 +61,7 @@ CPU_FLAGS = (
     " --skip-server-warmup --disable-overlap-schedule --disable-radix-cache --random-seed 1"
     " --mem-fraction-static 0.3"
 ).split()
-LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "dp2": (1, 2)}  # attention (TP, DP)
+LAYOUTS = {"tp1": (1, 1), "one": (1, 1), "tp2": (2, 1), "dp2": (1, 2)}  # attention (TP, DP)
 
 
 class Failed(Exception):
@@ -203,13 +205,13 @@ class Run:
         command += ["--max-running-requests", DECODE_ROWS, "--chunked-prefill-size", PREFILL_ROWS, "--context-length", 1024]
         command += ["--device", "cuda" if self.gpu else "cpu", *(["--load-format", "dummy"] if a.dummy else [])]
         plugins = "none" if self.gpu else "xpool_cpu_hooks"
-        more = {"SGLANG_PLUGINS": plugins, **({"CUDA_VISIBLE_DEVICES": "1"} if self.gpu else {})}
+        more = {"SGLANG_PLUGINS": plugins, **({"CUDA_VISIBLE_DEVICES": "0" if a.layout == "one" else "1"} if self.gpu else {})}
         self.vanilla = self.start("vanilla", command + self.flags(), self.environment(**more))
 
     def start_crosspool(self):
         a, folder = self.arguments, self.folder
         kind = "cuda" if self.gpu else "cpu"
-        shared = self.gpu and self.ranks > 1
+        shared = self.gpu and a.layout != "tp1"
         atn = [f"{kind}:{i}" for i in range(self.ranks)]
         ffn = atn if shared else [f"{kind}:{self.ranks if not self.gpu else 1}"]
         self.gateway, self.daemon = free_port() + 100, free_port() + 101
@@ -234,7 +236,7 @@ class Run:
             ("python", a.python),
             ("dtype", a.dtype),
             ("load_format", "dummy" if a.dummy else "auto"),
-            ("ffn_tp_size", 2 if shared else 1),
+            ("ffn_tp_size", self.ranks if shared else 1),
             ("attention_tp", self.tp),
             ("attention_dp", self.dp),
             ("decode_rows", DECODE_ROWS),
@@ -534,8 +536,9 @@ def main():
         find_control()
         told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
         gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]
-        if len(gpus) < 2:
-            print(f"skipped: two GPUs are needed, {len(gpus)} found")
+        needed = 1 if arguments.layout == "one" else 2
+        if len(gpus) < needed:
+            print(f"skipped: {needed} GPU(s) are needed, {len(gpus)} found")
             return SKIPPED
     began, good = time.monotonic(), False
     with tempfile.TemporaryDirectory(prefix="xpool-first-") as scratch:
