@@ -9,9 +9,6 @@
 #include "ffn/dummy.h"
 #include "model/digest.h"
 
-/* What the device's products reach at a few hundred rows, in multiply-adds a nanosecond; only the
- * size of pieces hangs on it. */
-#define LAYOUT_MACS_NS    250000u
 #define LAYOUT_PIECE_UNIT FFN_CUDA_TILE_ROWS
 #define LAYOUT_PIECE_MOST 4096u
 
@@ -237,12 +234,13 @@ void cuda_layout_tables(const cuda_layout_t *layout, const model_spec_t *spec, c
 
 uint32_t cuda_layout_piece_rows(const ffn_cuda_signature_t *s, uint32_t max_rows)
 {
+    /* Every piece streams the experts once more: it is as large as may be, and its launches are
+     * shares of the products (ffn_cuda_bulk). */
+    if (s->experts)
+        return LAYOUT_PIECE_MOST < max_rows ? LAYOUT_PIECE_MOST : max_rows;
     /* The larger of the two launches is gate and up. */
-    const uint64_t width = s->experts
-                               ? (uint64_t)s->top_k * s->intermediate + s->shared_intermediate
-                               : s->intermediate;
-    const uint64_t macs = 2 * width * s->hidden;
-    uint64_t rows = (uint64_t)LAYOUT_MACS_NS * FFN_CUDA_PIECE_NS / (macs ? macs : 1);
+    const uint64_t macs = 2 * (uint64_t)s->intermediate * s->hidden;
+    uint64_t rows = (uint64_t)FFN_CUDA_MACS_NS * FFN_CUDA_PIECE_NS / (macs ? macs : 1);
     rows = rows / LAYOUT_PIECE_UNIT * LAYOUT_PIECE_UNIT;
     if (rows < LAYOUT_PIECE_UNIT)
         rows = LAYOUT_PIECE_UNIT;

@@ -57,6 +57,5 @@ void cuda_layout_tables(const cuda_layout_t *layout, const model_spec_t *spec, c
                         ffn_cuda_layer_t *layers, ffn_cuda_part_t *parts);
 
 /* Rows of one piece of bulk work: no launch of it takes much more than FFN_CUDA_PIECE_NS. */
-#define FFN_CUDA_PIECE_NS 300000u
 uint32_t cuda_layout_piece_rows(const ffn_cuda_signature_t *signature, uint32_t max_rows);
 #endif

@@ -4,7 +4,9 @@
 // The tiles come from ffn_bulk_plan(): 128 rows of one part each, with counts known on the device only.
 // A block takes (tile, 256 weight rows) in turn. One warp group copies rows and weights into a ring of
 // swizzled stages; two compute, 64 rows each, with the sums of 64 x 256 in registers (wgmma). For gate
-// and up the 256 are 128 rows of each, so that the activation needs no second pass. Needs sm_90a.
+// and up the 256 are 128 rows of each, so that the activation needs no second pass. A launch does a share
+// of all these, one after the other in the order of the tiles, so that shares of one Invocation stream an
+// expert's weights once. Needs sm_90a.
 #include "ffn/cuda/tables.h"
 #include "ffn/cuda/ptx.cuh"
 #include "ffn/cuda/bulk_shape.h"
@@ -138,14 +140,16 @@ struct grouped_work_t {
 
 struct grouped_plan_t {
     const ffn_cuda_tile_t *tiles;
-    uint32_t routed, routed_blocks, last_blocks, total;
+    uint32_t routed, routed_blocks, last_blocks;
+    uint32_t begin, end; // of the pieces of work that this launch does
     uint32_t intermediate, last_width, hidden;
     uint64_t pairs;
 };
 
 template <bool DOWN>
 static __device__ __forceinline__ grouped_plan_t plan_read(const ffn_cuda_lane_t *lane,
-                                                           const ffn_cuda_signature_t &s)
+                                                           const ffn_cuda_signature_t &s,
+                                                           uint32_t share, uint32_t shares)
 {
     grouped_plan_t p;
     p.tiles = lane->workspace.tiles;
@@ -157,7 +161,9 @@ static __device__ __forceinline__ grouped_plan_t plan_read(const ffn_cuda_lane_t
     const uint32_t per = DOWN ? GROUPED_COLUMNS : GROUPED_COLUMNS / 2;
     p.routed_blocks = ((DOWN ? s.hidden : p.intermediate) + per - 1) / per;
     p.last_blocks = ((DOWN ? s.hidden : p.last_width) + per - 1) / per;
-    p.total = p.routed * p.routed_blocks + lane->workspace.tile_count[1] * p.last_blocks;
+    const uint64_t total = p.routed * p.routed_blocks + lane->workspace.tile_count[1] * p.last_blocks;
+    p.begin = (uint32_t)(total * share / shares);
+    p.end = (uint32_t)(total * (share + 1) / shares);
     return p;
 }
 
@@ -192,7 +198,7 @@ static __device__ __forceinline__ void grouped_copy(grouped_shared_t &sh,
     // Rows of a thread are 16 apart, so that its place in the swizzle is the same in all of them.
     const uint32_t place = row0 * 128 + (piece ^ row0 % 8) * 16;
     uint32_t stage = 0, parity = 0;
-    for (uint32_t number = blockIdx.x; number < p.total; number += gridDim.x) {
+    for (uint32_t number = p.begin + blockIdx.x; number < p.end; number += gridDim.x) {
         const grouped_work_t w = work_at<DOWN>(p, number);
         const ffn_cuda_part_t part = parts[w.tile.part];
         const uint64_t pitch = (uint64_t)w.depth * 2;
@@ -256,7 +262,7 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
     const uint32_t group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
     const uint32_t warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
     uint32_t stage = 0, parity = 0;
-    for (uint32_t number = blockIdx.x; number < p.total; number += gridDim.x) {
+    for (uint32_t number = p.begin + blockIdx.x; number < p.end; number += gridDim.x) {
         const grouped_work_t w = work_at<DOWN>(p, number);
         const bool live = group * 64 < w.tile.rows;
         float d[128];
@@ -324,7 +330,8 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
 }
 
 template <typename T, bool DOWN>
-static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane)
+static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane, uint32_t share,
+                                               uint32_t shares)
 {
     extern __shared__ unsigned char memory[];
     grouped_shared_t &sh =
@@ -338,7 +345,7 @@ static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane)
     }
     __syncthreads();
     const ffn_cuda_layer_t *layer = lane->layers + lane->layer;
-    const grouped_plan_t p = plan_read<DOWN>(lane, *layer->signature);
+    const grouped_plan_t p = plan_read<DOWN>(lane, *layer->signature, share, shares);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         grouped_copy<DOWN>(sh, lane, p, layer->parts);
@@ -349,29 +356,29 @@ static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane)
 }
 #else
 template <typename T, bool DOWN>
-static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane)
+static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *, uint32_t, uint32_t)
 {
     __trap();
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(GROUPED_THREADS, 1)
-    ffn_grouped_gate_bf16(const ffn_cuda_lane_t *lane)
+    ffn_grouped_gate_bf16(const ffn_cuda_lane_t *lane, uint32_t share, uint32_t shares)
 {
-    grouped<__nv_bfloat16, false>(lane);
+    grouped<__nv_bfloat16, false>(lane, share, shares);
 }
 extern "C" __global__ void __launch_bounds__(GROUPED_THREADS, 1)
-    ffn_grouped_down_bf16(const ffn_cuda_lane_t *lane)
+    ffn_grouped_down_bf16(const ffn_cuda_lane_t *lane, uint32_t share, uint32_t shares)
 {
-    grouped<__nv_bfloat16, true>(lane);
+    grouped<__nv_bfloat16, true>(lane, share, shares);
 }
 extern "C" __global__ void __launch_bounds__(GROUPED_THREADS, 1)
-    ffn_grouped_gate_f16(const ffn_cuda_lane_t *lane)
+    ffn_grouped_gate_f16(const ffn_cuda_lane_t *lane, uint32_t share, uint32_t shares)
 {
-    grouped<__half, false>(lane);
+    grouped<__half, false>(lane, share, shares);
 }
 extern "C" __global__ void __launch_bounds__(GROUPED_THREADS, 1)
-    ffn_grouped_down_f16(const ffn_cuda_lane_t *lane)
+    ffn_grouped_down_f16(const ffn_cuda_lane_t *lane, uint32_t share, uint32_t shares)
 {
-    grouped<__half, true>(lane);
+    grouped<__half, true>(lane, share, shares);
 }

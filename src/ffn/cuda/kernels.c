@@ -274,6 +274,27 @@ xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t 
     return kernels_decode_launch(kernels, 0, queue, look_ahead, stream);
 }
 
+/* Elements of the activations that one row has. */
+static uint64_t kernels_width(const ffn_cuda_signature_t *s)
+{
+    return s->experts ? (uint64_t)s->top_k * s->intermediate + s->shared_intermediate
+                      : s->intermediate;
+}
+
+/* Launches that together do the products, none of which takes much more than FFN_CUDA_PIECE_NS. */
+static xp_status_t kernels_shares(const ffn_cuda_kernels_t *kernels, uint32_t kernel, uint64_t macs,
+                                  uint32_t blocks, cuda_address_t lane, cuda_stream_t stream)
+{
+    const uint64_t most = (uint64_t)FFN_CUDA_MACS_NS * FFN_CUDA_PIECE_NS;
+    uint32_t share, shares = (uint32_t)((macs + most - 1) / most);
+    void *parameters[] = {&lane, &share, &shares};
+    shares = shares ? shares : 1;
+    for (share = 0; share < shares; share++)
+        XP_TRY(kernels_launch(kernels, kernel, blocks, GROUPED_THREADS, GROUPED_SHARED_BYTES,
+                              stream, parameters));
+    return XP_OK;
+}
+
 xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
                           uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
                           cuda_stream_t stream)
@@ -298,10 +319,11 @@ xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_sign
         XP_TRY(kernels_launch(kernels, FFN_KERNEL_BULK_PLACE,
                               (pairs + BULK_THREADS - 1) / BULK_THREADS, BULK_THREADS, 0, stream,
                               parameters));
-    XP_TRY(kernels_launch(kernels, half ? FFN_KERNEL_GATE_F16 : FFN_KERNEL_GATE_BF16, blocks,
-                          GROUPED_THREADS, GROUPED_SHARED_BYTES, stream, parameters));
-    XP_TRY(kernels_launch(kernels, half ? FFN_KERNEL_DOWN_F16 : FFN_KERNEL_DOWN_BF16, blocks,
-                          GROUPED_THREADS, GROUPED_SHARED_BYTES, stream, parameters));
+    const uint64_t macs = kernels_width(signature) * signature->hidden * capacity_rows;
+    XP_TRY(kernels_shares(kernels, half ? FFN_KERNEL_GATE_F16 : FFN_KERNEL_GATE_BF16, 2 * macs,
+                          blocks, lane, stream));
+    XP_TRY(kernels_shares(kernels, half ? FFN_KERNEL_DOWN_F16 : FFN_KERNEL_DOWN_BF16, macs, blocks,
+                          lane, stream));
     return kernels_launch(kernels, FFN_KERNEL_BULK_REDUCE, capacity_rows ? capacity_rows : 1,
                           BULK_THREADS, 0, stream, parameters);
 }

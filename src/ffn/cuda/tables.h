@@ -16,9 +16,13 @@
 
 #include <stdint.h>
 
-#define FFN_CUDA_MAX_EXPERTS    512u
-#define FFN_CUDA_MAX_TOP_K      32u
-#define FFN_CUDA_MAX_GROUPS     32u
+#define FFN_CUDA_MAX_EXPERTS 512u
+#define FFN_CUDA_MAX_TOP_K   32u
+#define FFN_CUDA_MAX_GROUPS  32u
+/* No launch of bulk work is to take much longer. The products reach about so many multiply-adds a
+ * nanosecond at a few hundred rows; only the size of launches hangs on it. */
+#define FFN_CUDA_PIECE_NS       300000u
+#define FFN_CUDA_MACS_NS        250000u
 #define FFN_CUDA_DECODE_ROWS    32u /* most rows of the decode kernel: layers of experts */
 #define FFN_CUDA_DENSE_ROWS     16u /* most rows of it: dense layers */
 #define FFN_CUDA_WIDTH_MULTIPLE 8u
