@@ -236,13 +236,14 @@ def touched(pid, first, end):
 
 
 def memory(pid, wanted):
-    """(address, bytes) of the writable memory of a process, in overlapping blocks. Memory that cannot be
-    read, such as a device's, is left out."""
+    """(address, bytes) of the writable memory of a process, and of its frozen FFN weights, in overlapping
+    blocks. Memory that cannot be read, such as a device's, is left out."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
         for first, end, permissions, name in regions(pid):
-            if not permissions.startswith("rw") or not wanted(name):
+            if not (permissions.startswith("rw") or "xpool-ffn:" in name) or not wanted(name):
                 continue
-            for at, stop in touched(pid, first, end):
+            # Frozen memory is there whether the process has looked at it or not.
+            for at, stop in touched(pid, first, end) if permissions.startswith("rw") else [(first, end)]:
                 while at < stop:
                     try:
                         data = os.pread(file.fileno(), min(BLOCK, stop - at), at)
