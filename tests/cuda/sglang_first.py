@@ -39,6 +39,7 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "benches"))
+import results  # noqa: E402
 import sglang_truth  # noqa: E402
 
 SKIPPED = 77
@@ -512,6 +513,39 @@ class Run:
             print(f"left behind: {file}", flush=True)
 
 
+def rows_of(found):
+    """In the form of docs/results; what did not come is left out."""
+    rows, name = [], f"{pathlib.Path(found['model']).name}, layout {found['layout']}{', eager' if found['eager'] else ''}"
+    for turn in found.get("turns", [])[-1:]:
+        rows.append(
+            results.row(
+                "sglang_first.eager_decode_calls",
+                turn["eager_decode_calls"],
+                "calls",
+                target=None if found["eager"] else "0",
+                note=f"{name}: FFN calls of decode steps outside graphs; {turn['replayed_calls']} in replayed ones,"
+                f" {turn['eager_prefill_calls']} of prefill outside",
+            )
+        )
+    if "float32" in found:
+        shares = {side: 1 - one["missed"] / one["tokens"] for side, one in found["float32"].items() if side in ("ours", "plain")}
+        note = f"{name}: greedy tokens that are transformers' float32 ones, each judged by its own prefix; peer: SGLang alone"
+        rows.append(results.row("sglang_first.float32_agreement", shares["ours"], "ratio", peer=shares["plain"], note=note))
+    if "elastic" in found:
+        one = found["elastic"]
+        rows.append(
+            results.row(
+                "sglang_first.trimmed_answers_good",
+                int(one["good"]),
+                "bool",
+                target=">= 1",
+                note=f"{name}: answers while the KV Cache is trimmed under them again and again: {one['same']} the same as"
+                f" before, the others judged by float32; {one['grants']} grants, {one['sizes'][0]} to {one['sizes'][-1]} tokens",
+            )
+        )
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, required=True)
@@ -556,6 +590,7 @@ def main():
                 for process in run.processes:
                     shutil.copy(process.file, arguments.out)
                 (arguments.out / "sglang_first.json").write_text(json.dumps(run.result, indent=1))
+                results.write("sglang_first_cuda", rows_of(run.result), folder=arguments.out)
     print(f"{'good' if good else 'WRONG'} after {time.monotonic() - began:.0f} s", flush=True)
     return 0 if good else 1
 
