@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import time
 
 import results
 import sglang_models
+from mps_control import find_control
 
 sys.path.insert(0, str(results.ROOT / "tests" / "e2e"))
 import harness  # noqa: E402
@@ -197,17 +197,6 @@ class Cpus:
 
     def left_over(self):
         return []
-
-
-def find_control():
-    """Puts the folder of nvidia-cuda-mps-control on PATH where the driver lies beside the system."""
-    if shutil.which("nvidia-cuda-mps-control"):
-        return
-    for pattern in ("/usr/local/nvidia/bin", "/usr/local/nvidia/*/bin", "/opt/nvidia/*/bin", "/usr/local/cuda/bin"):
-        for folder in glob.glob(pattern):
-            if os.access(f"{folder}/nvidia-cuda-mps-control", os.X_OK):
-                os.environ["PATH"] += f":{folder}"
-                return
 
 
 def query(what, kind=int):

@@ -100,18 +100,6 @@ static void note_refused(void *context)
     atomic_fetch_or(&self->refused, (uint64_t)1 << self->loading_weights);
 }
 
-static void send_refused(ffnagent_t *self)
-{
-    uint64_t refused = atomic_load(&self->refused) & ~self->told_refused;
-    self->told_refused |= refused;
-    for (; refused; refused &= refused - 1) {
-        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
-        envelope.body.kept_weights.weights = (uint32_t)__builtin_ctzll(refused);
-        envelope.body.kept_weights.refused = true;
-        participant_send(self->participant, &envelope, NULL, 0);
-    }
-}
-
 static void take_kept(ffnagent_t *self, const xpw_KeptWeights *message, wire_descriptors_t *fds)
 {
     if (self->loader.started || message->weights >= FABRIC_MAX_INSTANCES || message->blocks != 1 ||
@@ -238,7 +226,8 @@ static xp_status_t load_job(void *context)
 static void send_progress(evutil_socket_t fd, short events, void *context)
 {
     ffnagent_t *self = context;
-    send_refused(self);
+    self->told_refused =
+        participant_refuse_kept(self->participant, atomic_load(&self->refused), self->told_refused);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_progress_tag};
     envelope.body.progress.done_bytes = atomic_load(&self->done_bytes);
     const char *what = atomic_load(&self->loading);

@@ -136,19 +136,6 @@ static xp_status_t on_kept(ffnagent_t *self, const xpw_KeptWeights *message,
     return XP_OK;
 }
 
-/* Kept shards that were not adopted: the daemon is to let go of them too. */
-static void send_refused(ffnagent_t *self)
-{
-    uint64_t refused = atomic_load(&self->refused) & ~self->told_refused;
-    self->told_refused |= refused;
-    for (; refused; refused &= refused - 1) {
-        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
-        envelope.body.kept_weights.weights = (uint32_t)__builtin_ctzll(refused);
-        envelope.body.kept_weights.refused = true;
-        participant_send(self->participant, &envelope, NULL, 0);
-    }
-}
-
 static xp_status_t offer_shard(ffnagent_t *self, uint32_t model)
 {
     ffn_cuda_weights_t weights;
@@ -180,7 +167,8 @@ static xp_status_t offer_weights(ffnagent_t *self)
 static void send_progress(evutil_socket_t fd, short events, void *context)
 {
     ffnagent_t *self = context;
-    send_refused(self);
+    self->told_refused =
+        participant_refuse_kept(self->participant, atomic_load(&self->refused), self->told_refused);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_progress_tag};
     envelope.body.progress.done_bytes = atomic_load(&self->done_bytes);
     const char *what = atomic_load(&self->loading);

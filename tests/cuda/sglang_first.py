@@ -41,6 +41,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "benches"))
 import results  # noqa: E402
 import sglang_truth  # noqa: E402
+from mps_control import find_control  # noqa: E402
 
 SKIPPED = 77
 PR_SET_PDEATHSIG = 1
@@ -94,13 +95,6 @@ def memory():
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     out = subprocess.run(command, capture_output=True, text=True).stdout
     return [int(line) for line in out.split()]
-
-
-def find_control():
-    for pattern in ("/usr/local/nvidia/bin", "/usr/local/nvidia/*/bin", "/opt/nvidia/*/bin", "/usr/local/cuda/bin"):
-        for folder in glob.glob(pattern):
-            if not shutil.which("nvidia-cuda-mps-control") and os.access(f"{folder}/nvidia-cuda-mps-control", os.X_OK):
-                os.environ["PATH"] += f":{folder}"
 
 
 class Process:

@@ -16,6 +16,9 @@ import time
 import uuid
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "benches"))
+from mps_control import find_control  # noqa: E402, F401
+
 TALES = ROOT / "models" / "tales"
 MARK = "XPOOL_SOAK"  # in the environment of whatever we start
 STARTING, OPEN, EXECUTABLE, SERVING, ENDED = range(5)
@@ -105,17 +108,6 @@ class Gpus:
             if all(a <= b for a, b in zip(used, limit)) or time.monotonic() > until:
                 return used
             time.sleep(0.02)
-
-
-def find_control():
-    """Puts the folder of nvidia-cuda-mps-control on PATH where the driver lies beside the system."""
-    for pattern in ("/usr/local/nvidia/bin", "/usr/local/nvidia/*/bin", "/opt/nvidia/*/bin", "/usr/local/cuda/bin"):
-        for folder in glob.glob(pattern):
-            if not shutil.which("nvidia-cuda-mps-control") and os.access(
-                f"{folder}/nvidia-cuda-mps-control", os.X_OK
-            ):
-                os.environ["PATH"] += f":{folder}"
-    return shutil.which("nvidia-cuda-mps-control")
 
 
 def python_packages():
