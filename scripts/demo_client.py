@@ -60,19 +60,22 @@ def get(address, path):
 
 
 # --- the system ------------------------------------------------------------------------------------
-def free_address(address):
-    """The address itself, or one with a free port when something listens there."""
+def free_address(address, given):
+    """The address itself, or one with a free port when something listens there or it is among those given."""
     host, _, port = address.rpartition(":")
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            s.bind((host, int(port)))
-            return address
+            if address not in given:
+                s.bind((host, int(port)))
+                return address
         except OSError:
             pass
-    with socket.socket() as s:
-        s.bind((host, 0))
-        other = f"{host}:{s.getsockname()[1]}"
+    other = address
+    while other == address or other in given:
+        with socket.socket() as s:
+            s.bind((host, 0))
+            other = f"{host}:{s.getsockname()[1]}"
     say(f"{address} is taken; using {other}")
     return other
 
@@ -103,7 +106,7 @@ def resolve(folder):
                 used = str(pathlib.Path(folder) / "daemon.sock")
                 say(f"{value} is taken by another system; using {used}")
         else:
-            used = free_address(value)
+            used = free_address(value, found.values())
         if used != value:
             extra += ["--set", f"{key}={used}"]
         found[key] = used

@@ -57,17 +57,22 @@ def check(condition, text):
 # Below the ports that Linux gives to connections (from 32768), so that none of those takes it
 # meanwhile; SGLang takes no port above 55535, since it wants the one 10000 above too.
 FREE_PORTS = range(20000, 32000)
+_given_ports = set()
 
 
 def free_port():
-    for port in random.sample(FREE_PORTS, 200):
+    """A port that nothing listens on and that this process was not given before: whoever gets it binds it
+    later only, so a second draw could find it free again."""
+    left = [p for p in FREE_PORTS if p not in _given_ports]
+    for port in random.sample(left, min(len(left), 200)):
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            _given_ports.add(port)
             return port
-    raise Failed(f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[-1]}")
+    raise Failed(f"no free port in {FREE_PORTS}")
 
 
 def wait_until(condition, seconds, what, interval=0.02):
