@@ -310,7 +310,7 @@ static xp_status_t install_shard(ffn_cuda_runtime_t *runtime, const ffn_install_
         if (status != XP_INVALID && status != XP_PEER)
             return status;
         if (install->refused)
-            install->refused(install->progress_context);
+            install->refused(install->refused_context);
     }
     report->read = checkpoint ? layout->bytes : 0;
     return cuda_shard_load(&loader, install, checkpoint, layout, shard_out);

@@ -385,7 +385,7 @@ static xp_status_t install_weights(const ffn_install_t *install, const checkpoin
     if (install->kept) {
         report.adopted = install_adopt(install, layout, identity, model, packed) == XP_OK;
         if (!report.adopted && install->refused)
-            install->refused(install->progress_context);
+            install->refused(install->refused_context);
     }
     if (!report.adopted)
         XP_TRY(install_load(install, checkpoint, layout, identity, model, packed));
