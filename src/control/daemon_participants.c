@@ -373,18 +373,12 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
     log_registered(participant);
 }
 
-/* Of an Instance Rank that waits. Its Workload is kept; it is free to leave. */
-static void on_waiting_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
+/* Of somebody on whom nothing rests: free to leave, and its failure is its own. Everything else is
+ * `violation`. */
+static void on_loose_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
+                             const char *violation)
 {
     switch (envelope->which_body) {
-    case xpw_Envelope_workload_tag:
-        if (!participant->library || participant->has_workload) {
-            daemon_participant_violates(participant, "a Workload out of order");
-            return;
-        }
-        participant->workload = envelope->body.workload;
-        participant->has_workload = true;
-        break;
     case xpw_Envelope_leave_tag:
         daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
         break;
@@ -392,8 +386,23 @@ static void on_waiting_message(daemon_participant_t *participant, const xpw_Enve
         xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
         break;
     default:
-        daemon_participant_violates(participant, "a message an Instance may not send yet");
+        daemon_participant_violates(participant, violation);
     }
+}
+
+/* Of an Instance Rank that waits. Its Workload is kept. */
+static void on_waiting_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
+{
+    if (envelope->which_body != xpw_Envelope_workload_tag) {
+        on_loose_message(participant, envelope, "a message an Instance may not send yet");
+        return;
+    }
+    if (!participant->library || participant->has_workload) {
+        daemon_participant_violates(participant, "a Workload out of order");
+        return;
+    }
+    participant->workload = envelope->body.workload;
+    participant->has_workload = true;
 }
 
 void daemon_participants_admit_waiting(daemon_t *daemon)
@@ -493,14 +502,8 @@ static void on_gateway_message(daemon_participant_t *participant, const xpw_Enve
     case xpw_Envelope_gateway_stats_tag:
         daemon->gateway_stats = envelope->body.gateway_stats;
         break;
-    case xpw_Envelope_leave_tag:
-        daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
-        break;
-    case xpw_Envelope_fail_report_tag:
-        xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
-        break;
     default:
-        daemon_participant_violates(participant, "a message a gateway may not send");
+        on_loose_message(participant, envelope, "a message a gateway may not send");
     }
 }
 
@@ -586,9 +589,23 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
     }
 }
 
+/* It wanted to leave, was told that it may, and is still there. */
+static void end_late(daemon_participant_t *participant)
+{
+    char who[160];
+    if (participant->was_killed)
+        return;
+    daemon_participant_describe(participant, who, sizeof(who));
+    xp_log_err("%s was told to end and did not within its time (deadlines.drain, stop): killed",
+               who);
+    daemon_participant_kill(participant);
+}
+
 void daemon_drop_silent(daemon_t *daemon)
 {
     uint64_t now = xp_monotonic_ns();
+    /* The end of all has deadlines of its own. */
+    bool singly = !daemon->failed && (daemon->state < DAEMON_QUIESCING || daemon->hand_stopped);
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
         daemon_participant_t *participant = &daemon->participants[i];
         if (!participant->used)
@@ -599,6 +616,8 @@ void daemon_drop_silent(daemon_t *daemon)
                                                                      : UINT64_MAX;
         if (!participant->wants_down && now - participant->since_ns > limit)
             daemon_participant_gone(participant);
+        else if (singly && participant->told_to_stop && now > participant->end_by_ns)
+            end_late(participant);
     }
     daemon_instances_drop_late(daemon);
 }

@@ -48,11 +48,12 @@ typedef struct daemon_participant {
     int pidfd; /* -1 where the kernel has none: then only the socket tells */
     struct event *on_death;
     bool said_bye, was_killed;
-    bool former;       /* agent of a failed Generation: nothing it says counts */
-    bool refused;      /* nothing it says counts any more */
-    bool library;      /* an Instance Rank of another engine, through libxpool */
-    bool told_to_stop; /* was sent STOP_DRAIN or STOP_FINALIZE */
-    uint32_t rank;     /* Instance */
+    bool former;        /* agent of a failed Generation: nothing it says counts */
+    bool refused;       /* nothing it says counts any more */
+    bool library;       /* an Instance Rank of another engine, through libxpool */
+    bool told_to_stop;  /* was sent STOP_DRAIN or STOP_FINALIZE */
+    uint64_t end_by_ns; /* then; where it leaves alone it is killed after this */
+    uint32_t rank;      /* Instance */
     /* An Instance Rank whose predecessor is still leaving: nothing counts it yet. */
     bool waits;
     bool has_workload; /* it came meanwhile */
