@@ -293,6 +293,7 @@ static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
     }
     participant->index = index;
     slots[index] = participant;
+    (ffn ? daemon->ffn_pid : daemon->atn_pid)[index] = participant->pid;
 }
 
 static void log_registered(const daemon_participant_t *participant)
@@ -507,31 +508,43 @@ static void on_gateway_message(daemon_participant_t *participant, const xpw_Enve
     }
 }
 
+static void answer_verdict(daemon_participant_t *participant)
+{
+    daemon_t *daemon = participant->daemon;
+    daemon_verdict_t verdict;
+    daemon_verdict(daemon, &verdict);
+    xpw_Envelope answer = {.which_body = xpw_Envelope_verdict_tag};
+    xpw_Verdict *out = &answer.body.verdict;
+    out->fabric_executable = verdict.fabric_executable;
+    out->system_ready = verdict.system_ready;
+    out->serving_healthy = verdict.serving_healthy;
+    snprintf(out->state, sizeof(out->state), "%s", daemon_state_name(daemon->state));
+    snprintf(out->gateway_host, sizeof(out->gateway_host), "%s", daemon->gateway_host);
+    out->gateway_port = daemon->gateway_port;
+    out->reasons_count = (pb_size_t)verdict.reason_count;
+    for (uint32_t i = 0; i < verdict.reason_count; i++)
+        snprintf(out->reasons[i], sizeof(out->reasons[i]), "%s", verdict.reasons[i]);
+    if (daemon->failed)
+        snprintf(out->failure, sizeof(out->failure), "%s: %s (%s)", daemon->failure.who,
+                 daemon->failure.what, daemon->failure.when);
+    _Static_assert(CONFIG_MAX_MODELS <= 64, "a bit a model");
+    for (uint32_t i = 0; i < daemon->config->model_count; i++)
+        out->replace |= (uint64_t)daemon->instances[i].replace << i;
+    wire_channel_send(participant->channel, &answer, NULL, 0);
+}
+
 static void on_client_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
 {
     daemon_t *daemon = participant->daemon;
     participant->since_ns = xp_monotonic_ns();
     switch (envelope->which_body) {
-    case xpw_Envelope_check_tag: {
-        daemon_verdict_t verdict;
-        daemon_verdict(daemon, &verdict);
-        xpw_Envelope answer = {.which_body = xpw_Envelope_verdict_tag};
-        xpw_Verdict *out = &answer.body.verdict;
-        out->fabric_executable = verdict.fabric_executable;
-        out->system_ready = verdict.system_ready;
-        out->serving_healthy = verdict.serving_healthy;
-        snprintf(out->state, sizeof(out->state), "%s", daemon_state_name(daemon->state));
-        snprintf(out->gateway_host, sizeof(out->gateway_host), "%s", daemon->gateway_host);
-        out->gateway_port = daemon->gateway_port;
-        out->reasons_count = (pb_size_t)verdict.reason_count;
-        for (uint32_t i = 0; i < verdict.reason_count; i++)
-            snprintf(out->reasons[i], sizeof(out->reasons[i]), "%s", verdict.reasons[i]);
-        if (daemon->failed)
-            snprintf(out->failure, sizeof(out->failure), "%s: %s (%s)", daemon->failure.who,
-                     daemon->failure.what, daemon->failure.when);
-        wire_channel_send(participant->channel, &answer, NULL, 0);
+    case xpw_Envelope_check_tag:
+        answer_verdict(participant);
         break;
-    }
+    case xpw_Envelope_agent_ended_tag:
+        daemon_generation_unregistered(daemon, &envelope->body.agent_ended);
+        answer_verdict(participant);
+        break;
     case xpw_Envelope_down_tag:
         participant->wants_down = true;
         daemon_stop(daemon, "xpool down");
