@@ -477,9 +477,11 @@ static void check_ready(up_t *up, uint64_t started_ns)
     const xpw_Verdict *verdict = &answer.body.verdict;
     if (verdict->system_ready && verdict->gateway_port) {
         up->ready = true;
-        fprintf(stdout, "ready in %.1f s: OpenAI API at http://%s:%u/v1, state at http://%s/\n",
+        const char *http = up->config->daemon.http;
+        fprintf(stdout,
+                "ready in %.1f s: OpenAI API at http://%s:%u/v1, state at http://%.*s:%u/\n",
                 (double)(xp_monotonic_ns() - started_ns) / 1e9, verdict->gateway_host,
-                verdict->gateway_port, up->config->daemon.http);
+                verdict->gateway_port, (int)(strrchr(http, ':') - http), http, verdict->http_port);
         for (uint32_t m = 0; m < up->config->model_count; m++)
             fprintf(stdout, "  model %s\n", up->config->models[m].id);
         fprintf(stdout, "Ctrl-C or `xpool down` stops everything.\n");

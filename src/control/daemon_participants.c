@@ -521,6 +521,7 @@ static void answer_verdict(daemon_participant_t *participant)
     snprintf(out->state, sizeof(out->state), "%s", daemon_state_name(daemon->state));
     snprintf(out->gateway_host, sizeof(out->gateway_host), "%s", daemon->gateway_host);
     out->gateway_port = daemon->gateway_port;
+    out->http_port = daemon->http_port;
     out->reasons_count = (pb_size_t)verdict.reason_count;
     for (uint32_t i = 0; i < verdict.reason_count; i++)
         snprintf(out->reasons[i], sizeof(out->reasons[i]), "%s", verdict.reasons[i]);
