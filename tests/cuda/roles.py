@@ -155,7 +155,7 @@ def serve(arguments, system, scene, name):
 
 def ready(system):
     command = [system.xpool, "daemon", "check", "--config", str(system.config)]
-    return subprocess.run(command, capture_output=True, env=system.environment).returncode == 0
+    return subprocess.run(command, capture_output=True, env=system.environment, timeout=120).returncode == 0
 
 
 def nothing_left(system):

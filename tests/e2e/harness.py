@@ -41,6 +41,7 @@ memory = "1GiB"
 # Sanitizer builds and loaded machines: every limit below is multiplied by this.
 SLOW = float(os.environ.get("XPOOL_SLOW", "1"))
 SKIPPED = 77
+TOGETHER_S = 300  # calls that run at the same time
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -449,13 +450,16 @@ def together(functions):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(functions))]
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(functions))]
+    until = time.monotonic() + TOGETHER_S * SLOW
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(max(until - time.monotonic(), 0))
     if errors:
         raise errors[0]
+    left = sum(thread.is_alive() for thread in threads)
+    check(not left, f"{left} of {len(threads)} calls have not ended within {TOGETHER_S * SLOW:.0f} s")
     return results
 
 
