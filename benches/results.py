@@ -30,7 +30,7 @@ def commit():
     # A copy of the tree whose history is another's or none is told which commit it is.
     if os.environ.get("XPOOL_COMMIT"):
         return os.environ["XPOOL_COMMIT"]
-    out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT, timeout=120)
     return out.stdout.strip() if out.returncode == 0 else "unknown"
 
 

@@ -8,6 +8,7 @@
 
 #include "base/pool.h"
 #include "cli/cli.h"
+#include "control/gpus.h"
 #include "cuda/device.h"
 #include "stage/heap.h"
 
@@ -21,10 +22,14 @@ typedef struct machine {
     cuda_device_info_t gpus[CUDA_DEVICES_MAX]; /* as cuda:0, cuda:1, ... */
 } machine_t;
 
-static void look_for_nvshmem(machine_t *machine)
+/* Where the agents of that configuration look; without one, beside the interpreter of the
+ * environment. */
+static void look_for_nvshmem(machine_t *machine, const config_t *config)
 {
-    const char *pythons[] = {getenv("XPOOL_PYTHON"), ".xpool-cache/venv-test/bin/python"};
-    if (stage_heap_find(NULL, pythons, 2, &machine->nvshmem) != XP_OK)
+    const char *python = getenv("XPOOL_PYTHON");
+    xp_status_t status = config ? gpus_nvshmem(config, &machine->nvshmem)
+                                : stage_heap_find(NULL, &python, 1, &machine->nvshmem);
+    if (status != XP_OK)
         snprintf(machine->no_nvshmem, sizeof(machine->no_nvshmem), "%s", xp_error_last()->text);
 }
 
@@ -112,22 +117,40 @@ static int print_json(const machine_t *machine)
 
 int cmd_devices(int argc, char **argv)
 {
-    if (cli_wants_help(argc, argv,
-                       "usage: xpool devices [--json]\n\n"
-                       "Lists what this machine has to compute on: its processors, and the GPUs "
-                       "that the NVIDIA\ndriver shows (CUDA_VISIBLE_DEVICES restricts them), in "
-                       "the order of their PCI addresses:\nthe N-th is cuda:N of atn.devices and "
-                       "ffn.devices. Says whether NVSHMEM and the plug-in for it are\nhere. Exits "
-                       "0 where there is no GPU, too.\n"))
+    int code = CLI_EXIT_OK;
+    if (cli_wants_help(
+            argc, argv,
+            "usage: xpool devices [--json] [--config FILE]\n\n"
+            "Lists what this machine has to compute on: its processors, and the GPUs "
+            "that the NVIDIA\ndriver shows (CUDA_VISIBLE_DEVICES restricts them), in "
+            "the order of their PCI addresses:\nthe N-th is cuda:N of atn.devices and "
+            "ffn.devices. Says whether NVSHMEM and the plug-in for it are\nhere: where the "
+            "configuration has agents look for them, without one (--config, "
+            "XPOOL_CONFIG)\nbeside the Python of XPOOL_PYTHON, of an active virtual "
+            "environment, and of the system. Exits 0 where\nthere is no GPU, too.\n"))
         return CLI_EXIT_OK;
     bool json = cli_take_flag(&argc, argv, "--json");
+    config_overrides_t overrides = {.config_path = cli_take_option(&argc, argv, "--config")};
     if (cli_leftover(argc, argv, 1))
         return CLI_EXIT_USAGE;
     static machine_t machine;
+    config_t *config = NULL;
+    bool named = overrides.config_path || getenv("XPOOL_CONFIG");
+    if (named && config_load(&overrides, &config) != XP_OK) {
+        /* One in the environment may be for something else. */
+        if (overrides.config_path) {
+            fprintf(stderr, "%s: %s\n", argv[0], xp_error_last()->text);
+            return CLI_EXIT_USAGE;
+        }
+        snprintf(machine.no_nvshmem, sizeof(machine.no_nvshmem), "%s", xp_error_last()->text);
+    } else {
+        look_for_nvshmem(&machine, config);
+    }
     look(&machine);
-    look_for_nvshmem(&machine);
     if (json)
-        return print_json(&machine);
-    print_text(&machine);
-    return CLI_EXIT_OK;
+        code = print_json(&machine);
+    else
+        print_text(&machine);
+    config_destroy(config);
+    return code;
 }

@@ -82,8 +82,11 @@ static void send_to(daemon_participant_t *participant, const xpw_Envelope *envel
 
 void daemon_send_stop(daemon_participant_t *participant, xpw_StopPhase phase, double seconds)
 {
-    if (participant && phase != xpw_StopPhase_STOP_QUIESCE)
+    if (participant && phase != xpw_StopPhase_STOP_QUIESCE && !participant->told_to_stop) {
+        double patience = seconds + participant->daemon->config->deadlines.stop;
         participant->told_to_stop = true;
+        participant->end_by_ns = xp_monotonic_ns() + (uint64_t)(patience * (double)XP_NS_PER_S);
+    }
     xpw_Envelope envelope = {.which_body = xpw_Envelope_stop_tag};
     envelope.body.stop.phase = phase;
     envelope.body.stop.seconds = (uint32_t)(seconds + 0.5);

@@ -340,6 +340,7 @@ const char *wire_body_name(pb_size_t which_body)
                                         "Workload",
                                         [xpw_Envelope_kv_ask_tag] = "KvAsk",
                                         [xpw_Envelope_kv_answer_tag] = "KvAnswer",
+                                        [xpw_Envelope_agent_ended_tag] = "AgentEnded",
                                         [xpw_Envelope_device_plane_tag] = "DevicePlane",
                                         [xpw_Envelope_stage_offer_tag] = "StageOffer",
                                         [xpw_Envelope_stage_grant_tag] = "StageGrant",

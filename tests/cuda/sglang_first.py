@@ -93,7 +93,7 @@ def memory():
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    out = subprocess.run(command, capture_output=True, text=True).stdout
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     return [int(line) for line in out.split()]
 
 
@@ -136,7 +136,7 @@ class Process:
             os.killpg(self.popen.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self.popen.wait()
+        self.popen.wait(30)
         return clean
 
 
@@ -248,7 +248,7 @@ class Run:
         if a.lazy:
             environment["CUDA_MODULE_LOADING"] = "LAZY"
         self.xpool = a.build / "bin" / "xpool"
-        plan = subprocess.run([self.xpool, "plan", "--config", config], capture_output=True, text=True, env=environment)
+        plan = subprocess.run([self.xpool, "plan", "--config", config], capture_output=True, text=True, env=environment, timeout=120)
         if plan.returncode:
             raise Failed(f"xpool plan: {plan.stderr}{plan.stdout}")
         print(plan.stdout, flush=True)
@@ -302,7 +302,9 @@ class Run:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(120)
+        if len(found) != len(numbers):
+            raise Failed(f"{len(numbers) - len(found)} prompts among others have no answer after 120 s")
         for number, answer in found.items():
             if isinstance(answer, Exception):
                 raise Failed(f"prompt {number} among others: {answer!r}")
@@ -371,7 +373,7 @@ class Run:
             good &= self.third_party(wanted, said, trimmed) and elastic
         self.result.update(turns=steps, good=good)
         self.graphs(self.up)
-        clean = subprocess.run([self.xpool, "down", "--config", self.folder / "first.toml"], capture_output=True, text=True)
+        clean = subprocess.run([self.xpool, "down", "--config", self.folder / "first.toml"], capture_output=True, text=True, timeout=120)
         print(f"down: exit code {clean.returncode} {clean.stderr[-800:]}", flush=True)
         self.up.popen.wait(30)
         print(f"up ended with {self.up.popen.returncode}; memory in use {memory()}", flush=True)
@@ -428,10 +430,10 @@ class Run:
             for request in asking:
                 request.start()
             for request in asking:
-                request.join()
+                request.join(120)
             time.sleep(0.4)
         stop.set()
-        thread.join()
+        thread.join(120)
         (after,) = [group for group in json.loads(self.kv("--json"))["groups"]][:1]
         good = not failed and len(found) == 6 * DECODE_ROWS and len(sizes) > 1 and after["grants"] > before["grants"]
         same = sum(ids == alone[number] for number, ids in found.values())
@@ -562,7 +564,7 @@ def main():
         arguments.dtype = "float32"
     else:
         find_control()
-        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
+        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True, timeout=120)
         gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]
         needed = 1 if arguments.layout == "one" else 2
         if len(gpus) < needed:

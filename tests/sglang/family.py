@@ -244,7 +244,7 @@ def elastic(system, truth, vocab):
         check(not wrong, "; ".join(wrong))
     finally:
         stop.set()
-        thread.join()
+        thread.join(120)
     (after,) = system.kv(ID)
     grants = after["grants"] - trimmed["grants"]
     check(grants > 10 and max(trims) > min(trims), f"{grants} grants, {set(trims)} bytes in {len(trims)} trims")

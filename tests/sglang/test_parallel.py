@@ -57,7 +57,7 @@ def trimmed_requests(system):
         check(got == wanted * 2, "other tokens for long prompts while the KV Cache moves")
     finally:
         stop.set()
-        thread.join()
+        thread.join(120)
     for number, group in enumerate(system.kv(ID)):
         seen = {backed[number] for backed in trims}
         check(group["grants"] > 1 and max(seen) > min(seen), f"the KV Cache did not move: {seen}, {group}")
