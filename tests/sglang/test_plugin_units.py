@@ -608,5 +608,38 @@ class Processes(unittest.TestCase):
         self.assertIn("xpool: libxpool cannot be loaded: ", done.stderr)
 
 
+class Senders(unittest.TestCase):
+    """Requests that only their sender is to blame for."""
+
+    def generate(self, parameters):
+        """What SGLang's generate_request would have been asked, or the ValueError that becomes a 400."""
+        import asyncio
+
+        from xpool.sglang import tokens
+
+        asked = []
+
+        async def original(manager, request):
+            asked.append(request)
+            yield "answer"
+
+        async def all_of():
+            request = types.SimpleNamespace(rid="r", sampling_params=parameters)
+            return [one async for one in tokens._generate(original, types.SimpleNamespace(), request)]
+
+        answers = asyncio.run(all_of())
+        self.assertEqual((answers, len(asked)), (["answer"], 1))
+
+    def test_choices(self):
+        for count in (1, 2, 128):
+            self.generate({"n": count})
+        for parameters in (None, {}, [], [{}, {"n": 2}]):
+            self.generate(parameters)
+        for count in (0, -1, 129, 1 << 31, 1 << 80, None, "4", 1.5, [], True):
+            for parameters in ({"n": count}, [{"n": 1}, {"n": count}]):
+                with self.assertRaisesRegex(ValueError, "allowed is a number from 1 to 128"):
+                    self.generate(parameters)
+
+
 if __name__ == "__main__":
     unittest.main(verbosity=2)

@@ -2,13 +2,24 @@
 """A prompt that cannot be served is its sender's mistake, and leaves nothing behind.
 
 SGLang takes any number as a token id, and its scheduler falls over one that the embedding does not
-have: one request would end the server, and on a GPU the FFN would be fed with nonsense. And it keeps
+have: one request would end the server, and on a GPU the FFN would be fed with nonsense. It makes as many
+requests of one as `n` says, before it looks at anything, and takes all memory for that. And it keeps
 the state of a request that it has refused, for which an ordered end then waits for ever.
 """
 
 from contextlib import aclosing
 
 from xpool.sglang import patch
+
+MOST_CHOICES = 128  # as OpenAI, and our native Instances
+
+
+def _check_choices(request):
+    parameters = getattr(request, "sampling_params", None)
+    for one in parameters if isinstance(parameters, list) else [parameters]:
+        count = one.get("n", 1) if isinstance(one, dict) else 1
+        if type(count) is not int or not 1 <= count <= MOST_CHOICES:
+            raise ValueError(f"n is {count!r}; allowed is a number from 1 to {MOST_CHOICES}")
 
 
 def _validate(original, manager, request, input_ids, *arguments, **options):
@@ -20,6 +31,7 @@ def _validate(original, manager, request, input_ids, *arguments, **options):
 
 
 async def _generate(original, manager, request, *arguments, **options):
+    _check_choices(request)
     try:
         async with aclosing(original(manager, request, *arguments, **options)) as answers:
             async for answer in answers:
