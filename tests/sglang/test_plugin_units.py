@@ -630,6 +630,38 @@ class Senders(unittest.TestCase):
         answers = asyncio.run(all_of())
         self.assertEqual((answers, len(asked)), (["answer"], 1))
 
+    def validate(self, ids, parameters=None, **fields):
+        from xpool.sglang import tokens
+
+        manager = types.SimpleNamespace(model_config=types.SimpleNamespace(vocab_size=100), context_len=50)
+        values = {"return_logprob": False, "token_ids_logprob": None, "top_logprobs_num": 0, "logprob_start_len": -1}
+        request = types.SimpleNamespace(sampling_params=parameters or {}, **{**values, **fields})
+        return tokens._validate(lambda manager, request, ids: "asked", manager, request, ids)
+
+    def test_what_the_scheduler_would_fall_over(self):
+        logprobs = {"return_logprob": True, "token_ids_logprob": [0, 99], "top_logprobs_num": 100, "logprob_start_len": 0}
+        held_back = {"min_new_tokens": 2, "stop_token_ids": [1, 99]}
+        for answer in (
+            self.validate([0, 99]),
+            self.validate(None),
+            self.validate([1], **logprobs),
+            self.validate([1], held_back),
+            self.validate([1], {"stop_token_ids": [5000]}),
+            self.validate([1], top_logprobs_num=5000, token_ids_logprob=[-7]),
+        ):
+            self.assertEqual(answer, "asked")
+        for ids in ([100], [-1], [1 << 70], [None], ["a"], [[1]], [1.5]):
+            with self.assertRaisesRegex(ValueError, "not in the vocabulary of 100"):
+                self.validate(ids)
+            with self.assertRaisesRegex(ValueError, "of token_ids_logprob is not in"):
+                self.validate([1], **{**logprobs, "token_ids_logprob": ids})
+            with self.assertRaisesRegex(ValueError, "of stop_token_ids is not in"):
+                self.validate([1], {**held_back, "stop_token_ids": ids})
+        for name, wrong in (("top_logprobs_num", (-1, 101, 1 << 31, None, "1")), ("logprob_start_len", (-2, 51, None))):
+            for value in wrong:
+                with self.assertRaisesRegex(ValueError, f"^{name} is "):
+                    self.validate([1], **{**logprobs, name: value})
+
     def test_choices(self):
         for count in (1, 2, 128):
             self.generate({"n": count})

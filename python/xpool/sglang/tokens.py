@@ -2,7 +2,8 @@
 """A prompt that cannot be served is its sender's mistake, and leaves nothing behind.
 
 SGLang takes any number as a token id, and its scheduler falls over one that the embedding does not
-have: one request would end the server, and on a GPU the FFN would be fed with nonsense. It makes as many
+have: one request would end the server, and on a GPU the FFN would be fed with nonsense. The same holds for
+what is asked of log-probabilities, and for token ids that are held back at the beginning. It makes as many
 requests of one as `n` says, before it looks at anything, and takes all memory for that. And it keeps
 the state of a request that it has refused, for which an ordered end then waits for ever.
 """
@@ -22,11 +23,28 @@ def _check_choices(request):
             raise ValueError(f"n is {count!r}; allowed is a number from 1 to {MOST_CHOICES}")
 
 
+def _check_ids(ids, vocabulary, what):
+    for token in ids or ():
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ValueError(f"token id {token!r} of {what} is not in the vocabulary of {vocabulary}")
+
+
+def _check_number(request, name, least, most):
+    value = getattr(request, name)
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; allowed is a number from {least} to {most}")
+
+
 def _validate(original, manager, request, input_ids, *arguments, **options):
     vocabulary = manager.model_config.vocab_size
-    for token in input_ids or ():
-        if not 0 <= token < vocabulary:
-            raise ValueError(f"token id {token} of the prompt is not in the vocabulary of {vocabulary}")
+    _check_ids(input_ids, vocabulary, "the prompt")
+    if getattr(request, "return_logprob", False):
+        _check_ids(request.token_ids_logprob, vocabulary, "token_ids_logprob")
+        _check_number(request, "top_logprobs_num", 0, vocabulary)
+        _check_number(request, "logprob_start_len", -1, manager.context_len)
+    parameters = getattr(request, "sampling_params", None) or {}
+    if parameters.get("min_new_tokens"):
+        _check_ids(parameters.get("stop_token_ids"), vocabulary, "stop_token_ids")
     return original(manager, request, input_ids, *arguments, **options)
 
 
