@@ -13,6 +13,7 @@
 
 #include "agents/agents.h"
 #include "agents/join.h"
+#include "agents/usage.h"
 #include "agents/worker.h"
 #include "base/clock.h"
 #include "base/log.h"
@@ -22,6 +23,7 @@
 
 #define SERVICE_JOIN_MS    2000
 #define PROGRESS_PERIOD_MS 250
+#define USAGE_PERIOD_MS    500
 
 typedef struct ffnagent {
     const config_t *config;
@@ -36,7 +38,8 @@ typedef struct ffnagent {
     ffn_runtime_t *runtime;
     observe_t *observe;
     worker_t loader, worker;
-    struct event *on_progress;
+    struct event *on_progress, *on_usage;
+    agent_usage_t usage;
     _Atomic uint64_t done_before, done_bytes;
     _Atomic(const char *) loading;            /* model id, lives in the configuration */
     ffn_weights_t kept[FABRIC_MAX_INSTANCES]; /* by a former FfnAgent; fd -1: none */
@@ -236,6 +239,18 @@ static void send_progress(evutil_socket_t fd, short events, void *context)
     participant_send(self->participant, &envelope, NULL, 0);
 }
 
+static void send_usage(evutil_socket_t fd, short events, void *context)
+{
+    ffnagent_t *self = context;
+    for (uint32_t w = 0; w < self->plan->weights_count; w++) {
+        ffn_usage_t usage;
+        /* A device that computes all the time is asked again. */
+        if (ffn_runtime_model_bytes(self->runtime, w) &&
+            ffn_runtime_usage(self->runtime, w, &usage) == XP_OK)
+            agent_usage_send(&self->usage, self->participant, w, &usage);
+    }
+}
+
 static void load_done(void *context, xp_status_t status, const char *error)
 {
     ffnagent_t *self = context;
@@ -257,7 +272,9 @@ static void load_done(void *context, xp_status_t status, const char *error)
         return;
     }
     fabric_ffn_observe(self->service, self->observe, describe);
-    if (worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
+    struct timeval period = {.tv_usec = USAGE_PERIOD_MS * 1000};
+    if (event_add(self->on_usage, &period) != 0 ||
+        worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;
     }
@@ -376,9 +393,11 @@ int ffnagent_run(const config_t *config, const char *device)
         goto done;
     }
     self->base = event_base_new();
-    if (self->base)
+    if (self->base) {
         self->on_progress = event_new(self->base, -1, EV_PERSIST, send_progress, self);
-    if (!self->base || !self->on_progress ||
+        self->on_usage = event_new(self->base, -1, EV_PERSIST, send_usage, self);
+    }
+    if (!self->base || !self->on_progress || !self->on_usage ||
         participant_create(self->base, config, xpw_Role_ROLE_FFNAGENT, device, 0,
                            kernels_variant_name(kernels_selected()), &handlers,
                            &self->participant) != XP_OK) {
@@ -408,6 +427,8 @@ done:
     free(self->plan);
     if (self->on_progress)
         event_free(self->on_progress);
+    if (self->on_usage)
+        event_free(self->on_usage);
     if (self->base)
         event_base_free(self->base);
     free(self);

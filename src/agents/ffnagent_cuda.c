@@ -19,6 +19,7 @@
 #include "agents/environment.h"
 #include "agents/heap.h"
 #include "agents/join.h"
+#include "agents/usage.h"
 #include "agents/worker.h"
 #include "base/clock.h"
 #include "base/log.h"
@@ -69,6 +70,7 @@ typedef struct ffnagent {
     uint64_t detach_until_ns[FABRIC_MAX_INSTANCES];
     uint64_t answered_ns; /* when the device told last */
     uint64_t stats_ns;
+    agent_usage_t usage;
     _Atomic uint64_t done_before, done_bytes;
     _Atomic(const char *) loading; /* model id, lives in the configuration */
     ffn_cuda_weights_t *kept;      /* [FABRIC_MAX_INSTANCES], by a former FfnAgent; count 0: none */
@@ -568,6 +570,12 @@ static void send_stats(ffnagent_t *self)
                                               &stats->instance_invocations[i],
                                               &stats->instance_rows[i]);
     participant_send(self->participant, &envelope, NULL, 0);
+    for (uint32_t w = 0; w < self->plan->weights_count; w++) {
+        ffn_usage_t usage;
+        if (ffn_cuda_runtime_model_bytes(self->runtime, w) &&
+            ffn_cuda_runtime_usage(self->runtime, w, &usage) == XP_OK)
+            agent_usage_send(&self->usage, self->participant, w, &usage);
+    }
 }
 
 static void drain_records(ffnagent_t *self)
