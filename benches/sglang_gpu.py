@@ -16,6 +16,8 @@ Steps, in this order where none are named:
     layouts   tokens of (2, 1) and (1, 2), both roles on both GPUs
     float32   those tokens beside transformers in float32, on the CPU: with --resume also later and elsewhere
     spread    how dummy routers spread tokens over experts
+    padded    three streams in batches captured for 4, 8, 16, 32: rows and experts that the FFN side counts; and how
+              10,000 prompt tokens spread over experts there
     more      `latency` of the other models
 
 A row is written to OUT/sglang_gpu.json as soon as it is known; what has not been run stands there without a
@@ -45,12 +47,13 @@ import time
 import open_client
 import results
 import sglang_models
+import sglang_padded
 import sglang_servers
 import sglang_spread
 import sglang_truth
 from sglang_servers import Fleet, Model, harness
 
-ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "float32", "spread", "more")
+ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "float32", "spread", "padded", "more")
 MODELS = ("Qwen3-30B-A3B", "Qwen3-14B", "DeepSeek-V2-Lite", "GLM-4.7-Flash")
 COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
 FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v2", "glm4-moe-lite")
@@ -159,6 +162,7 @@ class Run:
         planned += ["tbt.cold_models.p99_static_ratio", *(f"sglang.cold.{r:g}.tbt_p99_ms" for r in arguments.rates)]
         planned += [f"sglang.tokens.{c}.graphs.{x}.agreement" for c, x in layouts(arguments, self.host)]
         planned += ["sglang.spread.plain.least_tokens", "sglang.spread.crosspool.least_tokens"]
+        planned += sglang_padded.planned()
         name = "sglang_rehearsal.json" if arguments.rehearse else "sglang_gpu.json"
         before = arguments.resume and arguments.resume / name
         if arguments.only == "float32" and before and before.exists():  # of what was measured there
@@ -811,6 +815,11 @@ def step_spread(run):
         sglang_spread.measure(run, COLD[0], LEAST_TOKENS, run.real(COLD[0], run.sizes.cold_kv_tokens), burst)
 
 
+# ---- padded rows -------------------------------------------------------------------------------------------
+def step_padded(run):
+    sglang_padded.measure(run, COLD[0], LEAST_TOKENS, burst, steady_gaps, check_graphs, Replayed)
+
+
 STEPS = {
     "latency": step_latency,
     "memory": step_memory,
@@ -820,6 +829,7 @@ STEPS = {
     "layouts": step_layouts,
     "float32": step_float32,
     "spread": step_spread,
+    "padded": step_padded,
     "more": step_more,
 }
 

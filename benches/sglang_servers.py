@@ -504,6 +504,16 @@ class Fleet:
         found = {key: sum(one[key] for one in ffn) for key in ("invocations", "busy_ns", "queue_ns")}
         return {**found, "layers": entry["layers"], **{f"rank_{key}": value for key, value in entry["engine"].items()}}
 
+    def experts(self, settled=False):
+        """What routers chose since the start, of the one weight set that this Fleet has, by the first FfnAgent
+        that tells. settled: counters() was just asked."""
+        if not settled:
+            time.sleep(0.8)  # agents tell twice a second
+        for agent in self.state()["agents"]:
+            if agent.get("experts"):
+                return agent["experts"][0]
+        raise harness.Failed("no FfnAgent tells of experts")
+
     def end(self):
         """Instances in order through the daemon, then by force what is left. True: nothing was left to kill."""
         clean = True
