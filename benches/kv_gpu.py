@@ -84,6 +84,8 @@ class Sizes(sglang_gpu.Sizes):
         self.targets = {name: (ttft * (10 if rehearse else 1), tbt) for name, ttft in ((ALONE, 2500), (LONG, 2000), (BUSY, 5000))}
         self.kill_length = 60 if rehearse else 100
         self.kill_prompts = (900, 350, 40)
+        self.kill_streams = 2 if rehearse else 8  # of those who borrow and give, of prompts of the first length
+        self.kill_pause = 0.7
         self.victims = VICTIMS[1:3] if rehearse else VICTIMS
         self.survivors = 1 if rehearse else 2
         self.neighbour_rounds, self.busy_streams = (1, 2) if rehearse else (3, 8)
@@ -614,37 +616,38 @@ def plots(run):
 
 
 # ---- kills -----------------------------------------------------------------------------------------------------
-def small_model(run, name):
+def small_model(run, name, floor=128):
     path = sglang_models.TALES / "qwen3-moe"
     mode = "eager" if run.arguments.rehearse else "graphs"
-    model = Model(name, path, mode=mode, kv_tokens=4096, context=1024, rows=64 if run.arguments.rehearse else 512, requests=8)
-    model.more_settings = {"kv_floor_tokens": 128}
+    model = Model(name, path, mode=mode, kv_tokens=9000, context=1024, rows=64 if run.arguments.rehearse else 512, requests=8)
+    model.more_settings = {"kv_floor_tokens": floor}
     return model
 
 
 class Traffic:
-    """One request at a time to each of some servers, again and again; each answer is compared with `truth`."""
+    """Requests to each of some servers, again and again, `streams` at a time. With `truth` each answer is compared,
+    for which one stream a server is right. `excused`: of servers that are to die."""
 
-    def __init__(self, servers, prompts, count, truth, exact=True):
-        self.prompts, self.count, self.truth, self.exact = prompts, count, truth, exact
-        self.stop, self.served, self.errors, self.wrong = threading.Event(), {}, [], 0
-        self.threads = [threading.Thread(target=self.run, args=(server,), daemon=True) for server in servers]
+    def __init__(self, servers, prompts, count, truth=None, streams=1, pause=0.0, excused=False):
+        self.prompts, self.count, self.truth, self.pause, self.excused = prompts, count, truth, pause, excused
+        self.stop, self.errors, self.wrong = threading.Event(), [], 0
+        self.served = {server.model.name: 0 for server in servers}
+        self.threads = [threading.Thread(target=self.run, args=(server, i), daemon=True) for server in servers for i in range(streams)]
 
-    def run(self, server):
-        name, turn = server.model.name, 0
-        self.served[name] = 0
-        while not self.stop.is_set():
+    def run(self, server, turn):
+        name = server.model.name
+        while not self.stop.wait(self.pause if turn else 0):
             turn += 1
             prompt = self.prompts[turn % len(self.prompts)]
             try:
                 ids = server.post("/generate", sglang_gpu.body_of(prompt, self.count), 60)["output_ids"]
             except (OSError, ValueError, harness.Failed, harness.http.client.HTTPException) as error:
-                if self.exact and not self.stop.is_set():
+                if not self.excused and not self.stop.is_set():
                     self.errors.append(f"{server.name()}: {error}")
                     return
                 time.sleep(0.05)
                 continue
-            if self.exact:
+            if self.truth:
                 want = self.truth[turn % len(self.prompts)]
                 self.wrong += sum(a != b for a, b in zip(ids, want, strict=False)) + abs(len(ids) - len(want))
             self.served[name] += 1
@@ -666,15 +669,17 @@ def alive(pids):
 
 
 def step_kills(run):
-    """Victims die at a step of an operation while they and the survivors want more than the pool has."""
+    """A victim dies at a step of an operation while it and another want the whole pool in turn. Survivors have
+    enough in their floors, and answer one request at a time, so that the tokens are to be the same."""
     if run.book.has("kv.kill.atnagent_left_mib"):
         return
     sizes = run.sizes
-    survivors = [small_model(run, f"s{i}") for i in range(sizes.survivors)]
+    survivors = [small_model(run, f"s{i}", 1024) for i in range(sizes.survivors)]
     victims = [small_model(run, point.rpartition(".")[2]) for point, _ in sizes.victims]
     for model, (point, passage) in zip(victims, sizes.victims, strict=True):
         model.failpoints = f"{point}=kill@{passage}"
-    models = survivors + victims
+    other = small_model(run, "other")
+    models = [*survivors, other, *victims]
     fleet = run.start("kv-kills", models=models, kv_policy="deadline", pool=kill_pool(run, models), reform=0)
     servers = [fleet.instances[model.name] for model in survivors]
     settle(fleet, lambda books: all(pool["formed"] for pool in books["pools"]), "the pool is formed", 30)
@@ -687,21 +692,20 @@ def step_kills(run):
             run.need(40, f"a kill at {model.failpoints}")
             victim = fleet.instances[model.name]
             pids = victim.schedulers()
-            with Traffic(servers, prompts, sizes.kill_length, truth) as traffic:
-                with Traffic([victim], prompts, sizes.kill_length, truth, exact=False):
+            busy = {"streams": sizes.kill_streams, "pause": sizes.kill_pause}
+            with Traffic(servers, prompts, sizes.kill_length, truth) as traffic, Traffic([fleet.instances["other"]], prompts[:1], sizes.kill_length, **busy) as rest:
+                with Traffic([victim], prompts[:1], sizes.kill_length, excused=True, **busy):
                     began = time.monotonic()
                     while alive(pids) and time.monotonic() < began + 40:
-                        harness.check(not traffic.errors, "; ".join(traffic.errors[:2]))
+                        harness.check(not traffic.errors + rest.errors, "; ".join([*traffic.errors, *rest.errors][:2]))
                         time.sleep(0.05)
                     harness.check(not alive(pids), f"{model.failpoints}: not passed within 40 s")
                     took = time.monotonic() - began
                     sglang_servers.kill_group(victim.process)
                 settle(fleet, lambda books, m=model: group_of(books, m.name)["state"] == "absent" and not group_of(books, m.name)["backed"]["bytes"],
                        f"the bytes of {model.name} return")  # fmt: skip
-                before = dict(traffic.served)
-                harness.wait_until(lambda t=traffic, b=before: t.errors or all(t.served[s.model.name] > b[s.model.name] for s in servers),
-                                   40, "the survivors are served", 0.1)  # fmt: skip
-            harness.check(not traffic.errors, "; ".join(traffic.errors[:2]))
+                goes_on(traffic, rest)
+            harness.check(not traffic.errors + rest.errors, "; ".join([*traffic.errors, *rest.errors][:2]))
             wrong += traffic.wrong
             trouble = kv_load.wrong_books(fleet.books())
             lost += trouble is not None
@@ -717,16 +721,25 @@ def step_kills(run):
     end_by_kill(run, fleet, f"atnagent {fleet.atn[0]}", servers, prompts, "kv.kill.atnagent_left_mib")
 
 
+def goes_on(*traffics):
+    """All that are asked answer from now on."""
+    before = [dict(traffic.served) for traffic in traffics]
+
+    def so():
+        return any(t.errors for t in traffics) or all(t.served[name] > was[name] for t, was in zip(traffics, before, strict=True) for name in was)
+
+    harness.wait_until(so, 40, "the survivors are served", 0.1)
+
+
 def kill_pool(run, models):
-    """Bytes in which two long requests do not fit beside the floors: a bundle may be most of one, on a GPU."""
+    """Bytes in which one has the memory that its requests want beside the floors of all, and no second one."""
     probe = Fleet(run.host, run.arguments, "kv-sizes-small", models=models, kv_policy="deadline", pool=64 << 20)
     facts = probe.plan()["models"]
     bundle = facts[0]["kv_bundle_bytes"]
     token = bundle // facts[0]["kv_bundle_tokens"]
     floors = sum(m["kv_floor_tokens"] * token for m in facts)
-    longest = (max(run.sizes.kill_prompts) + run.sizes.kill_length) * token
-    grow = max(-(-longest // bundle) * bundle - facts[0]["kv_floor_tokens"] * token, bundle)
-    return floors + grow + grow // 2 // bundle * bundle
+    wanted = run.sizes.kill_streams * (run.sizes.kill_prompts[0] + run.sizes.kill_length) * token
+    return floors + max(-(-wanted // bundle) * bundle - facts[-1]["kv_floor_tokens"] * token, bundle)
 
 
 def end_by_kill(run, fleet, role, servers, prompts, metric):
@@ -734,7 +747,7 @@ def end_by_kill(run, fleet, role, servers, prompts, metric):
     ends by itself; nothing is left, and a next daemon starts and ends."""
     run.need(60, f"kill -9 of {role}")
     pids = [pid for server in fleet.servers() for pid in (server.process.pid, *server.schedulers())]
-    with Traffic(servers, prompts, run.sizes.kill_length, [], exact=False):
+    with Traffic(servers, prompts, run.sizes.kill_length, streams=2, excused=True):
         time.sleep(1.0)
         began = time.monotonic()
         fleet.roles[role].kill()
@@ -777,7 +790,7 @@ def step_daemon(run):
     trim(fleet)
     vocab = min(sglang_models.facts(server.model.path)["vocab_size"] for server in fleet.servers())
     length = min(sizes.most_prompt, min(server.model.context for server in fleet.servers()) - sizes.kill_length - 8)
-    prompts = [sglang_gpu.ids_of(f"daemon {n}", n, vocab) for n in (length, length // 2)]
+    prompts = [sglang_gpu.ids_of(f"daemon {n}", n, vocab) for n in (length, length // 2, length // 3)]
     end_by_kill(run, fleet, "daemon", fleet.servers(), prompts, "kv.kill.daemon_left_mib")
 
 

@@ -298,10 +298,21 @@ class Traffic(unittest.TestCase):
             raise OSError("gone")
 
         server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
-        for exact in (True, False):
-            with kv_gpu.Traffic([server], [[1]], 2, [[1, 2]], exact) as traffic:
+        for excused in (True, False):
+            with kv_gpu.Traffic([server], [[1]], 2, excused=excused, streams=2) as traffic:
                 time.sleep(0.05)
-            self.assertEqual(bool(traffic.errors), exact)
+            self.assertEqual(bool(traffic.errors), not excused)
+
+    def test_all_go_on_or_it_is_told(self):
+        def post(path, body, timeout):
+            return {"output_ids": [1, 2]}
+
+        server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
+        with kv_gpu.Traffic([server], [[1]], 2, [[1, 2]], pause=0.01) as traffic:
+            kv_gpu.goes_on(traffic)
+        self.assertEqual((traffic.wrong, traffic.errors), (0, []))
+        with mock.patch.object(harness, "wait_until", side_effect=harness.Failed("late")), self.assertRaises(harness.Failed):
+            kv_gpu.goes_on(traffic)
 
 
 class Cold(unittest.TestCase):
