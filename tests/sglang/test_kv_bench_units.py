@@ -204,7 +204,9 @@ class Rows(unittest.TestCase):
         self.assertEqual(rows["kv.goodput.rate0.5.deadline.refused_or_late"]["value"], 3)
         self.assertEqual(rows["kv.pool.rate0.5.deadline.peak_fraction"]["value"], 0.9)
         self.assertIn("1 MiB that engines took", rows["kv.pool.rate0.5.deadline.peak_fraction"]["note"])
-        json.dumps(list(rows.values()))
+        self.assertEqual(rows["kv.ttft.rate0.5.deadline.p99"]["value"], 20.0)
+        nothing = kv_gpu.policy_rows(0.5, "deadline", {**self.ONE, "ttft": [float("nan")] * 2, "tbt": [float("nan")] * 2}, {"m": (1000, 100)})
+        json.dumps([*rows.values(), *nothing], allow_nan=False)
 
     def run_in(self, folder, only="goodput"):
         arguments = kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse", "--only", only, "--resume"])
