@@ -145,8 +145,17 @@ def counts(one):
 class Nvml:
     """The driver's own account of a GPU's memory, without a process for each look."""
 
+    PLACES = ("", "/usr/local/nvidia/lib64/", "/usr/local/nvidia/lib/", "/usr/lib/x86_64-linux-gnu/")
+
     def __init__(self, index):
-        self.library = ctypes.CDLL("libnvidia-ml.so.1")
+        for place in self.PLACES:
+            try:
+                self.library = ctypes.CDLL(f"{place}libnvidia-ml.so.1")
+                break
+            except OSError:
+                continue
+        else:
+            raise OSError("libnvidia-ml.so.1 is not here")
         if self.library.nvmlInit_v2():
             raise OSError("nvmlInit failed")
         self.handle = ctypes.c_void_p()

@@ -133,6 +133,34 @@ class Memory(unittest.TestCase):
         self.assertEqual((watch.rows, watch.peak()), ([], 0))
         self.assertTrue(watch.errors)
 
+    def test_where_nvml_is_looked_for(self):
+        class Library:
+            def nvmlInit_v2(self):
+                return 0
+
+            def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+                return 0 if index.value == 1 else 2
+
+            def nvmlDeviceGetMemoryInfo(self, handle, found):
+                found._obj[2] = 77
+                return 0
+
+        asked = []
+
+        def load(name):
+            asked.append(name)
+            if not name.startswith("/usr/local/nvidia/lib64"):
+                raise OSError(name)
+            return Library()
+
+        with mock.patch.object(kv_load.ctypes, "CDLL", load):
+            self.assertEqual(kv_load.Nvml(1).used(), 77)
+            with self.assertRaisesRegex(OSError, "no GPU 5"):
+                kv_load.Nvml(5)
+        self.assertEqual(asked[:2], ["libnvidia-ml.so.1", "/usr/local/nvidia/lib64/libnvidia-ml.so.1"])
+        with mock.patch.object(kv_load.ctypes, "CDLL", side_effect=OSError), self.assertRaisesRegex(OSError, "not here"):
+            kv_load.Nvml(0)
+
     def test_memfds_of_a_process(self):
         before = kv_load.held(os.getpid())
         fd = os.memfd_create("xpool-kv: test")
