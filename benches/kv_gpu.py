@@ -7,14 +7,14 @@
 
 Steps, in this order where none are named, and the seconds that they take on two H200s beside a start:
 
-    longest    15  one request of 64K tokens, far above its static share, while the others idle; they wake
-    neighbour  15  time between tokens (TBT) of one stream beside another busy model over alone
-    cold       55  the three at some requests/s each: TBT that the peers of `kvcached` and `static` are compared with
+    longest    50  one request of 64K tokens, far above its static share, while the others idle; they wake
+    neighbour  20  time between tokens (TBT) of one stream beside another busy model over alone
+    cold      100  the three at some requests/s each: TBT that the peers of `kvcached` and `static` are compared with
     goodput   250  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
                    elastic with deadlines
     daemon     25  kill -9 of the daemon while memory moves: all ends, nothing is left
-    kvcached  100  the load of `cold` by plain SGLang with kvcached on the same GPUs
-    static     80  the same by plain SGLang with fixed KV Caches
+    kvcached  140  the load of `cold` by plain SGLang with kvcached on the same GPUs
+    static    110  the same by plain SGLang with fixed KV Caches
     kills     100  kill -9 of borrower and donor at the steps of an operation, then of the AtnAgent
     driver     15  a grant and another Instance's hops (tests/cuda/run_on_device --only kv)
 
@@ -82,6 +82,7 @@ class Sizes(sglang_gpu.Sizes):
         # TTFT and TBT in ms, as configured and as judged.
         tbt = 5000 if rehearse else 100
         self.targets = {name: (ttft * (10 if rehearse else 1), tbt) for name, ttft in ((ALONE, 2500), (LONG, 2000), (BUSY, 5000))}
+        self.cold_seconds = 6 if rehearse else 35
         self.kill_length = 60 if rehearse else 100
         self.kill_prompts = (900, 350, 40)
         self.kill_streams = 2 if rehearse else 8  # of those who borrow and give, of prompts of the first length
@@ -840,7 +841,7 @@ def parse(words=None):
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
     parser.add_argument("--rates", default="1,0.5,0.2", help="requests/s of each model in `goodput`")
-    parser.add_argument("--cold-rates", default="0.8", help="requests/s of each model in `cold` and of the peers; the first one gives the ratios")
+    parser.add_argument("--cold-rates", default="0.8,0.2", help="requests/s of each model in `cold` and of the peers; the first one gives the ratios")
     parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 4096; rehearsal: 4)")
     parser.add_argument("--scale", type=float, help="by which the trace's prompts are longer in `goodput` (default: 2)")
     parser.add_argument("--seconds", type=float, help="of load of each cell of `goodput` (default: 30)")
