@@ -237,7 +237,7 @@ class Model:
 
     def arguments(self, host, port, side="vanilla"):
         """SGLang's arguments, the same with CrossPool and without it. kvcached says that it needs no limits of
-        memory, and does not go with piecewise graphs."""
+        memory; without piecewise graphs it is known to serve."""
         # SGLang's own list is longer and costs most of a start; for MLA it ends at 2048 too.
         most = min(self.rows, 2048) if "kv_lora_rank" in sglang_models.facts(self.path) else self.rows
         graphs = [n for n in (128, 512, 1024, 2048, 4096) if n <= most]
