@@ -52,7 +52,7 @@ class Range:
         self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).view(SLOTS, self.token_bytes)
         self.bytes[mapped:] = FORBIDDEN
         self.address = self.bytes.data_ptr()
-        self.mapped = self.ceiling = mapped
+        self.mapped = self.ceiling = self.goal = mapped
         self.admit = 2**32 - 1
         self.commands, self.reports, self.was_refused = [], [], False
 
@@ -61,13 +61,14 @@ class Range:
 
     def info(self):
         return types.SimpleNamespace(
-            ceiling_tokens=self.ceiling, mapped_tokens=self.mapped, admit_tokens=self.admit
+            ceiling_tokens=self.ceiling, mapped_tokens=self.mapped, admit_tokens=self.admit, goal_tokens=self.goal
         )
 
     def poll(self, step, least):
         if not self.commands:
             return None
         command = self.commands.pop(0)
+        self.goal = command.tokens
         if command.kind == kvs.GROW and command.tokens > self.mapped:
             self.grow(command.tokens)
         if command.tokens < self.mapped:
@@ -179,7 +180,7 @@ class GpuRange(Range):
         self.vmm = Vmm(SLOTS // BUNDLE)
         self.vmm.resize(mapped // BUNDLE)
         self.address = self.vmm.address
-        self.mapped = self.ceiling = mapped
+        self.mapped = self.ceiling = self.goal = mapped
         self.admit = 2**32 - 1
         self.commands, self.reports, self.was_refused = [], [], False
 
