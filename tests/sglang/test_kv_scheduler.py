@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -72,10 +73,11 @@ class Counts:
 
 
 class Simulation:
-    """With `overlap` a step's tokens are taken a round later, as on a GPU."""
+    """With `overlap` a step's tokens are taken a round later, as on a GPU. `others`: how often data parallel
+    ranks that are not here have a step in which this one takes part without rows."""
 
-    def __init__(self, mapped, kind="mha", overlap=False, ranks=1):
-        self.overlap, self.ranks = overlap, ranks
+    def __init__(self, mapped, kind="mha", overlap=False, ranks=1, others=0.0):
+        self.overlap, self.ranks, self.others = overlap, ranks, others
         self.kv = Range(mapped, make_bytes(kind))
         self.kv.ceiling = SLOTS
         self.mha = kind == "mha"
@@ -129,7 +131,7 @@ class Simulation:
         s.grammar_manager.grammar_queue = []
         s.dllm_manager.any_staging_reqs.return_value = False
         s.load_inquirer._get_num_pending_tokens.return_value = 0
-        s.dp_attn_adapter = types.SimpleNamespace(maybe_prepare_mlp_sync_batch=lambda batch, **more: batch)
+        s.dp_attn_adapter = types.SimpleNamespace(maybe_prepare_mlp_sync_batch=self.with_others)
         s.ipc_channels = types.SimpleNamespace(
             send_to_tokenizer=types.SimpleNamespace(send_output=self.answer)
         )
@@ -154,6 +156,11 @@ class Simulation:
             req_to_token_pool=table, pool_stats_observer=s.pool_stats_observer, **ends,
         )  # fmt: skip
         return s
+
+    def with_others(self, batch, **more):
+        if batch is None and random.random() < self.others:
+            return ScheduleBatch(reqs=[], forward_mode=ForwardMode.IDLE)
+        return batch
 
     def answer(self, output, request):
         self.answers[request.rid] = output.finished_reason
@@ -444,10 +451,10 @@ def random_prompt(texts):
 
 
 class Histories(unittest.TestCase):
-    def history(self, seed, steps, grants, kind="mha", overlap=False):
+    def history(self, seed, steps, grants, kind="mha", overlap=False, others=0.0):
         """Random requests and commands; `grants`: how likely a demand is met in a step."""
         random.seed(seed)
-        simulation = Simulation(random.randrange(2, 6) * BUNDLE, kind, overlap)
+        simulation = Simulation(random.randrange(2, 6) * BUNDLE, kind, overlap, others=others)
         texts = [[random.randrange(VOCABULARY) for _ in range(70)] for _ in range(3)]
         requests = []
         for number in range(steps):
@@ -459,6 +466,7 @@ class Histories(unittest.TestCase):
             elif random.random() < grants and simulation.wanted() if simulation.kv.reports else False:
                 simulation.resize(max(whole(simulation.wanted()), BUNDLE))
             simulation.step()
+        simulation.others = 0.0
         # In the end the daemon gives what is wanted.
         for _ in range(3000):
             if simulation.scheduler.is_fully_idle():
@@ -480,6 +488,9 @@ class Histories(unittest.TestCase):
 
     def test_random_daemon_with_overlap(self):
         self.random_daemon(True)
+
+    def test_random_daemon_beside_data_parallel_ranks(self):
+        self.random_daemon(True, others=0.5)
 
     def test_two_ranks(self):
         self.two_ranks(False)
@@ -513,10 +524,10 @@ class Histories(unittest.TestCase):
             self.assertGreater(len(sizes), 4, "the KV Cache hardly moved")
             self.assertEqual([one.answers for one in pair.both], [{}, {}])
 
-    def random_daemon(self, overlap):
+    def random_daemon(self, overlap, others=0.0):
         held = chunks = 0
         for seed in range(int(os.environ.get("XPOOL_KV_HISTORIES", "6"))):
-            counts = self.history(seed, 300, (0.1, 0.5, 0.9)[seed % 3], ("mha", "mla")[seed % 2], overlap)
+            counts = self.history(seed, 300, (0.1, 0.5, 0.9)[seed % 3], ("mha", "mla")[seed % 2], overlap, others)
             held += counts.held
             chunks += counts.chunks_held
         self.assertGreater(held, 0, "no decode ever waited")
