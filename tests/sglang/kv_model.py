@@ -54,7 +54,7 @@ class Range:
         self.address = self.bytes.data_ptr()
         self.mapped = self.ceiling = self.goal = mapped
         self.admit = 2**32 - 1
-        self.commands, self.reports, self.was_refused = [], [], False
+        self.commands, self.reports, self.released, self.was_refused = [], [], [], False
 
     def memory(self, size):
         return memoryview(self.buffer)[:size]
@@ -85,6 +85,7 @@ class Range:
 
     def release(self, slots, stream=0):
         self.untouched()
+        self.released.append(slots)
         if self.busy:
             self.busy -= 1
             return False
@@ -182,7 +183,7 @@ class GpuRange(Range):
         self.address = self.vmm.address
         self.mapped = self.ceiling = self.goal = mapped
         self.admit = 2**32 - 1
-        self.commands, self.reports, self.was_refused = [], [], False
+        self.commands, self.reports, self.released, self.was_refused = [], [], [], False
 
     def memory(self, size):
         raise AssertionError("a GPU's memory is no buffer")

@@ -695,6 +695,36 @@ class Scenes(unittest.TestCase):
         # What is empty is handed out no more; the next command waits for the memory.
         self.assertEqual(seen, [(8, 2), (8, 2), (1, 1), (1, 1)])
 
+    def test_a_pause_in_the_middle_of_a_step_is_no_silence(self):
+        simulation = Simulation(8 * BUNDLE, overlap=True)
+        request = simulation.add("one", list(range(30)), 60)
+        self.run_until(simulation, lambda: len(request.output_ids) == 10)
+
+        def rounds(count):
+            """As SGLang's loop while it is paused in place: requests are taken, nothing else is done."""
+            for _ in range(count):
+                with mock.patch.object(plugin, "_elastic", simulation.elastic):
+                    plugin._begin(simulation.scheduler, [])
+
+        self.assertTrue(simulation.elastic.under_way())
+        del simulation.kv.released[:]
+        for goal in (2 * BUNDLE, BUNDLE):
+            simulation.command(kvs.SHRINK, goal)
+            rounds(5)
+        self.assertEqual(simulation.kv.released, [8 * BUNDLE] * 2)  # an answer to each
+        simulation.command(kvs.GROW, 9 * BUNDLE)
+        rounds(2)
+        self.assertEqual((simulation.kv.mapped, simulation.elastic.pending), (9 * BUNDLE, None))
+        simulation.command(kvs.SHRINK, 2 * BUNDLE)
+        rounds(5)
+        self.assertEqual(simulation.kv.mapped, 9 * BUNDLE)
+        simulation.step()
+        simulation.step()
+        self.assertEqual(simulation.kv.mapped, 3 * BUNDLE)
+        simulation.command(kvs.GROW, 9 * BUNDLE)
+        self.run_until(simulation, request.finished)
+        self.assertEqual(list(request.output_ids), request.wanted)
+
     def test_ranks_of_a_group_are_told_by_rank_0(self):
         first, second = Simulation(2 * BUNDLE), Simulation(2 * BUNDLE)
         second.kv.leader = False
@@ -703,6 +733,7 @@ class Scenes(unittest.TestCase):
         receiver = types.SimpleNamespace()
         first.command(kvs.GROW, 8 * BUNDLE)
         second.kv.grow(8 * BUNDLE)
+        second.kv.goal = 8 * BUNDLE
 
         def round_of_both():
             with mock.patch.object(plugin, "_elastic", first.elastic):

@@ -78,7 +78,8 @@ class Elastic:
         self.step = 0
         info = self.kv.info()
         self.word = Word(info.ceiling_tokens, info.admit_tokens, False, 0, False)
-        self.pending = None  # a command to shrink that waits until no step is under way
+        self.pending = None  # a command to shrink that waits until no step is under way,
+        self.rounds = 0  # and for how many rounds it has
         self.pause = False  # no step is begun in this round
         self.owed = None  # slots that stay, of a release that the device was not ready for
         self.grown = None  # a grow that rank 0 has yet to tell
@@ -104,20 +105,35 @@ class Elastic:
         self.pause = False
         if self.owed is not None:
             self._release(self.owed)
-        command = self.kv.poll(self.step, self.room.needed()) if self.owed is self.pending is None else None
+        command = self.kv.poll(self.step, self.room.needed()) if self.owed is None else None
         if command is None:
             self._shrink_further()
         elif command.kind == kvs.SHRINK:
-            self.pending = command
+            self.pending, self.rounds = command, 0
         elif self.group_ranks > 1:
             self.grown = command
         else:
-            self._grow(command.tokens, command.trim)
-        if self.pending is not None and self._quiet():
-            self._shrink_to(self.pending)
             self.pending = None
+            self._grow(command.tokens, command.trim)
+        if self.pending is not None:
+            self._shrink_when_quiet()
         if self.kv.leader:
             self.report()
+
+    def _shrink_when_quiet(self):
+        if self._granted_since(self.pending.tokens):
+            self.pending = None
+        elif self._quiet():
+            self._shrink_to(self.pending)
+            self.pending = None
+        else:
+            self.rounds += 1
+            if self.rounds == 2:  # SGLang is paused in the middle of a step: what it has, it keeps until then
+                self._release(self.room.mapped)
+
+    def _granted_since(self, goal):
+        """Whether the ranks have mapped more than a shrink to `goal` leaves; rank 0 will tell how much."""
+        return self.group_ranks > 1 and self.kv.info().goal_tokens > goal
 
     def next_word(self):
         """What rank 0 says at the beginning of the next step."""
@@ -187,8 +203,8 @@ class Elastic:
         """Live requests had more than the goal; they may have left some, or left it to the prefix cache."""
         if self.pending is not None or self.room.mapped <= self.goal or self._state() == self.left:
             return
-        if self.group_ranks > 1 and self.kv.info().goal_tokens > self.goal:
-            return  # more has been granted and mapped since; rank 0 will tell how much
+        if self._granted_since(self.goal):
+            return
         if self.under_way():
             # What decodes takes does not interrupt it; the daemon asks again, should that hide what others left.
             used, cached = self._state()
