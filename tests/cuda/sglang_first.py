@@ -153,8 +153,9 @@ class Run:
         self.gpu = not arguments.rehearse
         self.tp, self.dp = LAYOUTS[arguments.layout]
         self.ranks = self.tp * self.dp
-        self.rows = ELASTIC_ROWS if arguments.elastic else DECODE_ROWS
-        self.kv_tokens = ELASTIC_ROWS * CONTEXT if arguments.elastic else KV_TOKENS
+        # Two cores take their time.
+        self.rows, self.waves = (ELASTIC_ROWS, 6) if arguments.elastic and self.gpu else (DECODE_ROWS, 6 if self.gpu else 2)
+        self.kv_tokens = self.rows * CONTEXT if arguments.elastic else KV_TOKENS
         self.lengths = PROMPTS + (ELASTIC_PROMPTS if arguments.elastic else ())
         self.processes = []
         self.result = {name: getattr(arguments, name) for name in ("layout", "eager", "elastic")}
@@ -252,6 +253,7 @@ class Run:
             ("max_context", CONTEXT),
             ("kv_ceiling_tokens", self.kv_tokens),
             ("engine_args", self.flags()),
+            *([("kv_floor_tokens", CONTEXT)] if a.elastic else []),
         ]
         config = folder / "first.toml"
         lines = [f"{k} = {json.dumps(v)}" for k, v in values] + ["[[models]]"] + [f"{k} = {json.dumps(v)}" for k, v in model]
@@ -453,7 +455,7 @@ class Run:
         thread, found = threading.Thread(target=trim), {}
         many = self.rows * self.dp
         thread.start()
-        for turn in range(6):
+        for turn in range(self.waves):
             asking = [
                 threading.Thread(target=one, args=((turn, i), len(self.lengths) - 1 - i % (len(self.lengths) - 2), found))
                 for i in range(many)
@@ -468,7 +470,7 @@ class Run:
         after = json.loads(self.kv("--json"))["groups"]
         grants = [new["grants"] - old["grants"] for new, old in zip(after, before, strict=True)]
         moved = all(len(seen) > 1 for seen in sizes) and min(grants) > 0
-        good = not failed and len(found) == 6 * many and moved and self.same_states()
+        good = not failed and len(found) == self.waves * many and moved and self.same_states()
         same = sum(ids == alone[number] for number, ids in found.values())
         print(f"{many} at once, trimmed: {same} of {len(found)} answers are those given alone", flush=True)
         print(f"elastic KV: {'good' if good else 'WRONG'}; {grants} grants, sizes in tokens {[sorted(seen) for seen in sizes]},"
