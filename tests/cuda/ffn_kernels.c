@@ -3,7 +3,7 @@
  * The FFN kernels against the CPU reference, for many shapes: decode (launch, captured graph,
  * resident), bulk, cuBLASLt, sums of partials.
  *
- * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [library] [reduce]
+ * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [few] [library] [reduce]
  * small: few rows and shapes, for compute-sanitizer. No group named: all of them. Every case runs,
  * also after one that failed.
  */
@@ -93,7 +93,7 @@ static void lane_row(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_lane_t
 static bool reference_row(const ffn_kit_model_t *m, uint32_t layer, uint64_t seed, uint32_t row,
                           float *want)
 {
-    enum { PLACES = 512 };
+    enum { PLACES = 4096 };
     static struct {
         uint64_t model, seed;
         uint32_t layer, row;
@@ -386,6 +386,51 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
     lane_free(kit, &l);
 }
 
+/* The products of few rows, as a row gets them with any others. */
+static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
+{
+    static const uint32_t counts[] = {0, 1, 8, 17, 24, 32, 33, 48, 64, 97, 128};
+    const uint32_t hidden = m->signature.hidden;
+    const uint32_t most = small ? 33 : ffn_cuda_few_rows(&m->signature);
+    const char *what = "few rows";
+    test_lane_t l;
+    if (ffn_cuda_few_rows(&m->signature) == 0)
+        return;
+    lane_make(kit, m, most, most, &l);
+    uint16_t *all = malloc(hidden * 2 * most), *some = malloc(hidden * 2 * 3);
+    CHECK(all && some);
+    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]) && counts[i] <= most; i++) {
+        lane_set(kit, m, &l, i % m->layers, counts[i], i % 2, 800 + i);
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, i % 3 ? most : counts[i], i % 4 * 11,
+                              l.at, kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        lane_compare(kit, m, &l, 4, what);
+    }
+    /* A row gives the same bits among others, and with other blocks. */
+    lane_set(kit, m, &l, 0, most, false, 899);
+    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most, 0, l.at, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    ffn_kit_read(kit, l.output, all, hidden * 2 * most);
+    for (uint32_t row = 0; row + 3 <= most; row += 29) {
+        l.lane.input = (void *)(uintptr_t)(l.input + (uint64_t)row * hidden * 2);
+        l.lane.rows = 3;
+        ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, 64 < most ? 64 : most, 7 + row, l.at,
+                              kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        ffn_kit_read(kit, l.output, some, hidden * 2 * 3);
+        if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
+            printf("failed: %s: hidden %u width %u experts %u: rows from %u alone have other "
+                   "bits\n",
+                   what, hidden, m->signature.intermediate, m->signature.experts, row);
+            failed++;
+        }
+    }
+    free(some);
+    free(all);
+    lane_free(kit, &l);
+}
+
 static void test_library(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
     static const uint32_t counts[] = {1, 33, 512, 2048};
@@ -486,6 +531,8 @@ int main(int count, char **arguments)
         }
         if (wanted(count, arguments, "bulk"))
             test_bulk(&kit, &m);
+        if (wanted(count, arguments, "few"))
+            test_few(&kit, &m);
         if (wanted(count, arguments, "library") && s->experts == 0)
             test_library(&kit, &m);
         if (wanted(count, arguments, "reduce"))

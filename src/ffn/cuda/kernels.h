@@ -26,12 +26,15 @@ enum {
     FFN_KERNEL_GATE_F16,
     FFN_KERNEL_DOWN_F16,
     FFN_KERNEL_DECODE,
+    FFN_KERNEL_FEW_ROUTE,
+    FFN_KERNEL_FEW_BF16,
+    FFN_KERNEL_FEW_F16,
     FFN_KERNEL_COUNT
 };
 
 typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
-    cuda_module_t decode, bulk, grouped;
+    cuda_module_t decode, bulk, grouped, few;
     cuda_function_t function[FFN_KERNEL_COUNT];
     uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
 } ffn_cuda_kernels_t;
@@ -97,12 +100,35 @@ xp_status_t ffn_cuda_decode(const ffn_cuda_kernels_t *kernels, cuda_address_t la
 xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
                               bool look_ahead, cuda_stream_t stream);
 
+/* Told after each launch that a call queues, with its name; for measuring. NULL: nobody is. */
+typedef struct ffn_cuda_watch {
+    void (*queued)(void *context, const char *step);
+    void *context;
+} ffn_cuda_watch_t;
+
 /* The layer of `lane` for its live rows, 0 to capacity_rows, in as many launches as it takes, for
  * layers of `signature`. Dense layers go through the grouped products too; ffn/cuda/library.h does
  * them with cuBLASLt. blocks: of the grouped products; 0 = all. */
 xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
                           uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
                           cuda_stream_t stream);
+xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
+                                  const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
+                                  uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
+                                  const ffn_cuda_watch_t *watch);
+
+/* Most rows for which ffn_cuda_few() computes layers of that signature; 0: none. */
+uint32_t ffn_cuda_few_rows(const ffn_cuda_signature_t *signature);
+/* The same layer for live rows and a capacity of up to ffn_cuda_few_rows(), by launches that stream
+ * each chosen expert's weights once at nearly the rate of memory; same workspace. blocks: of the
+ * products; 0 = all. Another order of sums than ffn_cuda_bulk(), so last bits differ. */
+xp_status_t ffn_cuda_few(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
+                         uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                         cuda_stream_t stream);
+xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
+                                 const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
+                                 uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
+                                 const ffn_cuda_watch_t *watch);
 
 /* output = partials[0] + ... of the Lane, in that order, in FP32, cast once. */
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,
