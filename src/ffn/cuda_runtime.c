@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ffn/cuda/few_shape.h"
 #include "ffn/cuda_private.h"
 
 CUDA_IMAGE_DECLARE(ffn_dispatch);
@@ -776,7 +777,9 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
     uint32_t layers = 0, parts = 0, templates = 0;
     uint64_t library_bytes = 0;
     ffn_cuda_signature_t seen[CUDA_MAX_SIGNATURES];
-    const ffn_cuda_config_t config = {.lanes = lanes, .max_rows = max_rows};
+    /* With the one Capacity more that products of few rows may have. */
+    const ffn_cuda_config_t config = {
+        .lanes = lanes, .max_rows = max_rows, .few_rows = FEW_ROWS_MOST};
     cuda_lane_t *lane = calloc(lanes ? lanes : 1, sizeof(*lane));
     ffn_cuda_runtime_t *shape = calloc(1, sizeof(*shape));
     cuda_address_t unused;

@@ -5,9 +5,9 @@
  *   gather inputs -> products -> publish
  *
  * whose launches read layer, rows and addresses from the Lane. Up to ffn_cuda_streamed_rows() rows
- * the products are the decode kernel; above, the grouped products in pieces of piece_rows rows, so
- * that the urgent stream gets its turn between two launches. Captured by the owner, before the host
- * thread starts.
+ * the products are the decode kernel; above, up to few_rows of the configuration, those of few
+ * rows; then the grouped products in pieces of piece_rows rows, so that the urgent stream gets its
+ * turn between two launches. Captured by the owner, before the host thread starts.
  */
 #include "ffn/cuda_private.h"
 
@@ -30,7 +30,11 @@ void cuda_template_plan(const ffn_cuda_config_t *config, const ffn_cuda_signatur
     uint32_t rows = ffn_cuda_streamed_rows(signature);
     template_out->capacity[template_out->capacities++] = rows;
     while (rows < config->max_rows) {
+        const uint32_t before = rows;
         rows = rows < TEMPLATE_FIRST ? TEMPLATE_FIRST : rows * TEMPLATE_STEP;
+        /* The largest of few rows is a Capacity of its own. */
+        if (before < config->few_rows && rows > config->few_rows)
+            rows = config->few_rows;
         /* The last one but one would be large already: then the largest takes its rows too. */
         if (rows > config->max_rows || template_out->capacities + 1 == CUDA_MAX_CAPACITIES)
             rows = config->max_rows;
@@ -118,6 +122,10 @@ static xp_status_t template_products(ffn_cuda_runtime_t *runtime, const cuda_tem
     const cuda_address_t at = runtime->lane[lane].lane;
     if (capacity == 0 && !runtime->config.shared_role)
         return ffn_cuda_decode(&runtime->kernels, at, stream);
+    if (rows <= runtime->config.few_rows && rows <= ffn_cuda_few_rows(&template->signature) &&
+        rows <= template->piece_rows)
+        return ffn_cuda_few(&runtime->kernels, &template->signature, rows,
+                            runtime->config.bulk_blocks, at, stream);
     if (rows <= template->piece_rows)
         return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows,
                              runtime->config.bulk_blocks, at, stream);

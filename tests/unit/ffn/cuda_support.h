@@ -123,7 +123,7 @@ static inline void fake_layer(const ffn_cuda_lane_t *lane)
         fake_value_;                                                                               \
     })
 
-static uint32_t fake_decodes, fake_bulks, fake_pieces;
+static uint32_t fake_decodes, fake_bulks, fake_pieces, fake_fews;
 static bool fake_device_breaks; /* launches of decode end the context */
 
 static void fake_run_nothing(const fake_launch_t *launch)
@@ -145,6 +145,13 @@ static void fake_run_bulk_reduce(const fake_launch_t *launch)
     assert_true(lane->rows <= launch->blocks);
     fake_bulks++;
     fake_layer(lane);
+}
+/* Products of few rows; the launch that sums does all of it. */
+static void fake_run_few(const fake_launch_t *launch)
+{
+    const ffn_cuda_lane_t *lane = FAKE_ARGUMENT(const ffn_cuda_lane_t *, launch, 0);
+    assert_true(lane->rows <= ffn_cuda_few_rows(lane->layers[lane->layer].signature));
+    fake_fews += FAKE_ARGUMENT(uint32_t, launch, 1);
 }
 static void fake_run_gather(const fake_launch_t *launch)
 {
@@ -293,8 +300,8 @@ static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_grouped_gate_f16", fake_run_nothing, {8}},
     {"ffn_grouped_down_f16", fake_run_nothing, {8}},
     {"ffn_few_route", fake_run_nothing, {8}},
-    {"ffn_few_bf16", fake_run_nothing, {8, 4}},
-    {"ffn_few_f16", fake_run_nothing, {8, 4}},
+    {"ffn_few_bf16", fake_run_few, {8, 4}},
+    {"ffn_few_f16", fake_run_few, {8, 4}},
     {"ffn_gather", fake_run_gather, {8, 8, 8}},
     {"ffn_piece", fake_run_piece, {8, 8, 4, 4}},
     {"ffn_publish", fake_run_publish, {sizeof(ffn_cuda_publishing_t)}},
@@ -308,7 +315,7 @@ static inline void fake_ffn_reset(void)
     fake_reset(fake_ffn_kernels, sizeof(fake_ffn_kernels) / sizeof(fake_ffn_kernels[0]));
     fake.busy = fake_busy;
     fake_resident.queue = NULL;
-    fake_decodes = fake_bulks = fake_pieces = 0;
+    fake_decodes = fake_bulks = fake_pieces = fake_fews = 0;
     fake_device_breaks = false;
 }
 

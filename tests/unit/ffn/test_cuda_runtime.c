@@ -150,7 +150,7 @@ static void compare(const float *want, const void *got, bool partial, uint32_t d
 static const uint32_t row_counts[] = {0, 1, 5, 16, 17, 64, 65, 300};
 
 /* One family, all layers, all row counts, through the ring. */
-static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
+static void run_family(model_architecture_t architecture, xp_dtype_t dtype, uint32_t few_rows)
 {
     fixture_t *f = family_of(architecture, dtype);
     scene_t scene;
@@ -158,6 +158,7 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
     /* A wide layer's bulk work is cut into pieces that share the Lane's workspace: here 300 rows
      * into 128, 128 and 44. */
     scene.config.piece_rows = 128;
+    scene.config.few_rows = few_rows;
     scene_open(&scene);
     scene_install(&scene, f, 3);
     scene_start(&scene);
@@ -187,6 +188,8 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
             free(in);
         }
     assert_true(fake_decodes > 0 && fake_bulks > 0 && fake_pieces > 0);
+    /* 17, 64 and 65 rows of each layer, by a Capacity of 64 and one of 128; or 17 and 64. */
+    assert_int_equal(fake_fews, f->spec.layers * (few_rows == 0 ? 0 : few_rows < 65 ? 2 : 3));
     ffn_cuda_stats_t stats;
     /* `done` comes before the books; after the stop they are complete. */
     assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
@@ -207,10 +210,13 @@ static void test_families(void **state)
 {
     (void)state;
     SKIP_WITHOUT_DEVICE_CODE();
-    for (uint32_t a = 0; a < MODEL_ARCH_COUNT; a++)
-        run_family((model_architecture_t)a, a % 3 == 0   ? XP_DTYPE_F32
-                                            : a % 3 == 1 ? XP_DTYPE_BF16
-                                                         : XP_DTYPE_F16);
+    for (uint32_t a = 0; a < MODEL_ARCH_COUNT; a++) {
+        const xp_dtype_t dtype = a % 3 == 0   ? XP_DTYPE_F32
+                                 : a % 3 == 1 ? XP_DTYPE_BF16
+                                              : XP_DTYPE_F16;
+        run_family((model_architecture_t)a, dtype, 0);
+        run_family((model_architecture_t)a, dtype, a % 2 ? 64 : 128);
+    }
 }
 
 /* The trained checkpoints of the repository. */
