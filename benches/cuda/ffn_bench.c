@@ -600,15 +600,17 @@ static void bench_split(ffn_kit_t *kit)
 
 /* ---- few rows and bulk, by steps ---------------------------------------------------------------
  */
-enum { WAY_BULK, WAY_FEW, WAY_DECODE, WAYS };
+/* WAY_FEW and up: the forms of the products of few rows. */
+enum { WAY_BULK, WAY_FEW, WAY_DECODE = WAY_FEW + FFN_FEW_COUNT, WAYS };
 
 static xp_status_t way_queue(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t way, uint32_t rows,
                              cuda_address_t lane)
 {
     if (way == WAY_DECODE)
         return ffn_cuda_decode(&kit->kernels, lane, kit->stream);
-    return way == WAY_FEW ? ffn_cuda_few(&kit->kernels, &m->signature, rows, 0, lane, kit->stream)
-                          : ffn_cuda_bulk(&kit->kernels, &m->signature, rows, 0, lane, kit->stream);
+    if (way == WAY_BULK)
+        return ffn_cuda_bulk(&kit->kernels, &m->signature, rows, 0, lane, kit->stream);
+    return ffn_cuda_few(&kit->kernels, &m->signature, way - WAY_FEW, rows, 0, lane, kit->stream);
 }
 
 static cuda_graph_exec_t way_capture(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l,
@@ -663,7 +665,6 @@ static void bench_few(ffn_kit_t *kit)
 {
     enum { ROWS = 128, ROUNDS = 9 };
     static const uint32_t counts[] = {17, 24, 32, 48, 64, 128};
-    static const char *const names[WAYS] = {"bulk", "few", "decode"};
     const ffn_cuda_signature_t s = signature_moe();
     const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
     float *first = malloc(ROWS * s.hidden * 4), *other = malloc(ROWS * s.hidden * 4);
@@ -698,7 +699,12 @@ static void bench_few(ffn_kit_t *kit)
         for (uint32_t way = 0; way < ways; way++) {
             char metric[96], note[200];
             const double us = median(times[way], ROUNDS);
-            snprintf(metric, sizeof(metric), "ffn.moe.few%u.%s_us", rows, names[way]);
+            if (way >= WAY_FEW && way < WAY_DECODE)
+                snprintf(metric, sizeof(metric), "ffn.moe.few%u.few_%s_us", rows,
+                         ffn_cuda_few_names[way - WAY_FEW]);
+            else
+                snprintf(metric, sizeof(metric), "ffn.moe.few%u.%s_us", rows,
+                         way == WAY_BULK ? "bulk" : "decode");
             snprintf(note, sizeof(note),
                      "captured launches, %.2f of the floor; least %.1f, most %.1f; %u experts; off "
                      "by %.1e from bulk's rows%s",
@@ -754,7 +760,7 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
                                filler_bytes, kit->stream));
             watch.count = 0;
             split_queued(&watch, "begun");
-            CHECK_OK(way == WAY_FEW ? ffn_cuda_few_watched(&kit->kernels, &m->signature, rows, 0,
+            CHECK_OK(way == WAY_FEW ? ffn_cuda_few_watched(&kit->kernels, &m->signature, 0, rows, 0,
                                                            l->at[layer], kit->stream, &watched)
                                     : ffn_cuda_bulk_watched(&kit->kernels, &m->signature, rows, 0,
                                                             l->at[layer], kit->stream, &watched));

@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ffn/cuda/few_shape.h"
 #include "ffn/cuda_private.h"
 
 CUDA_IMAGE_DECLARE(ffn_dispatch);

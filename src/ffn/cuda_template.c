@@ -124,7 +124,7 @@ static xp_status_t template_products(ffn_cuda_runtime_t *runtime, const cuda_tem
         return ffn_cuda_decode(&runtime->kernels, at, stream);
     if (rows <= runtime->config.few_rows && rows <= ffn_cuda_few_rows(&template->signature) &&
         rows <= template->piece_rows)
-        return ffn_cuda_few(&runtime->kernels, &template->signature, rows,
+        return ffn_cuda_few(&runtime->kernels, &template->signature, runtime->config.few_form, rows,
                             runtime->config.bulk_blocks, at, stream);
     if (rows <= template->piece_rows)
         return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows,

@@ -387,36 +387,37 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
 }
 
 /* The products of few rows, as a row gets them with any others. */
-static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
+static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form)
 {
     static const uint32_t counts[] = {0, 1, 8, 17, 24, 32, 33, 48, 64, 97, 128};
     const uint32_t hidden = m->signature.hidden;
     const uint32_t most = small ? 33 : ffn_cuda_few_rows(&m->signature);
-    const char *what = "few rows";
+    char what[32];
     test_lane_t l;
     if (ffn_cuda_few_rows(&m->signature) == 0)
         return;
+    snprintf(what, sizeof(what), "few rows, %s", ffn_cuda_few_names[form]);
     lane_make(kit, m, most, most, &l);
     uint16_t *all = malloc(hidden * 2 * most), *some = malloc(hidden * 2 * 3);
     CHECK(all && some);
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]) && counts[i] <= most; i++) {
         lane_set(kit, m, &l, i % m->layers, counts[i], i % 2, 800 + i);
-        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, i % 3 ? most : counts[i], i % 4 * 11,
-                              l.at, kit->stream));
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, i % 3 ? most : counts[i],
+                              i % 4 * 11, l.at, kit->stream));
         ffn_kit_wait(kit, kit->stream);
         lane_compare(kit, m, &l, 4, what);
     }
     /* A row gives the same bits among others, and with other blocks. */
     lane_set(kit, m, &l, 0, most, false, 899);
-    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most, 0, l.at, kit->stream));
+    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, most, 0, l.at, kit->stream));
     ffn_kit_wait(kit, kit->stream);
     ffn_kit_read(kit, l.output, all, hidden * 2 * most);
     for (uint32_t row = 0; row + 3 <= most; row += 29) {
         l.lane.input = (void *)(uintptr_t)(l.input + (uint64_t)row * hidden * 2);
         l.lane.rows = 3;
         ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
-        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, 64 < most ? 64 : most, 7 + row, l.at,
-                              kit->stream));
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, 64 < most ? 64 : most, 7 + row,
+                              l.at, kit->stream));
         ffn_kit_wait(kit, kit->stream);
         ffn_kit_read(kit, l.output, some, hidden * 2 * 3);
         if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
@@ -532,7 +533,8 @@ int main(int count, char **arguments)
         if (wanted(count, arguments, "bulk"))
             test_bulk(&kit, &m);
         if (wanted(count, arguments, "few"))
-            test_few(&kit, &m);
+            for (uint32_t form = 0; form < FFN_FEW_COUNT; form++)
+                test_few(&kit, &m, form);
         if (wanted(count, arguments, "library") && s->experts == 0)
             test_library(&kit, &m);
         if (wanted(count, arguments, "reduce"))

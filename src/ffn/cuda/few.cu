@@ -257,13 +257,13 @@ static __device__ __forceinline__ few_source_t few_source_at(const few_plan_t &p
 }
 
 // Starts the copies of the slot whose first step is `step`, as one group also past the end.
-template <uint32_t TILES>
+template <uint32_t STEPS, uint32_t TILES>
 static __device__ __forceinline__ void few_slot_copy(const few_source_t &source, uint32_t to,
                                                      uint32_t step, uint64_t policy)
 {
     const uint32_t l = threadIdx.x % 32;
 #pragma unroll
-    for (uint32_t i = 0; i < FEW_SLOT_STEPS; i++) {
+    for (uint32_t i = 0; i < STEPS; i++) {
         const uint32_t at = few_chunk_at(step + i, l);
         const uint32_t bytes = at < source.item.depth ? 16 : 0; // past the depth: zeros
         const uint32_t along = bytes ? at * 2 : 0;
@@ -283,7 +283,7 @@ static __device__ __forceinline__ void few_slot_copy(const few_source_t &source,
 }
 
 // Reads what this lane has copied, and multiplies.
-template <typename T, uint32_t TILES>
+template <typename T, uint32_t STEPS, uint32_t TILES>
 static __device__ __forceinline__ void few_slot_multiply(const few_source_t &source,
                                                          const unsigned char *slot, uint32_t step,
                                                          float (&low)[TILES][4],
@@ -291,7 +291,7 @@ static __device__ __forceinline__ void few_slot_multiply(const few_source_t &sou
 {
     const uint32_t l = threadIdx.x % 32;
 #pragma unroll
-    for (uint32_t i = 0; i < FEW_SLOT_STEPS; i++) {
+    for (uint32_t i = 0; i < STEPS; i++) {
         uint4 a[4], x[TILES];
         if ((step + i) * FEW_STEP_DEPTH >= source.item.depth)
             break;
@@ -343,30 +343,32 @@ static __device__ __forceinline__ void few_store(const few_plan_t &p, const ffn_
 }
 
 // One item; meanwhile `next` is looked up, if there is one. ring: of this warp.
-template <typename T, uint32_t TILES>
+template <typename T, uint32_t WARPS, uint32_t STEPS, uint32_t TILES>
 static __device__ __forceinline__ few_source_t
 few_item_run(const few_plan_t &p, const ffn_cuda_lane_t *lane, const ffn_cuda_part_t *parts,
              uint32_t activation, const few_source_t &source, uint32_t next, unsigned char *ring,
              uint64_t policy)
 {
-    constexpr uint32_t SLOTS = FEW_SLOTS(TILES);
+    constexpr uint32_t SLOTS = FEW_SLOTS(WARPS, STEPS, TILES);
+    constexpr uint32_t SLOT_BYTES = FEW_SLOT_BYTES(STEPS, TILES);
+    static_assert(SLOTS >= 2, "one slot is copied while another one is used");
     const uint32_t at = ptx_shared(ring);
     const uint32_t steps = few_parts(source.item.depth, FEW_STEP_DEPTH);
     float low[TILES][4] = {}, high[TILES][4] = {};
     uint32_t ahead = 0; // the slot that is copied next
 #pragma unroll
     for (; ahead < SLOTS - 1; ahead++)
-        few_slot_copy<TILES>(source, at + ahead * FEW_SLOT_BYTES(TILES), ahead * FEW_SLOT_STEPS,
+        few_slot_copy<STEPS, TILES>(source, at + ahead * SLOT_BYTES, ahead * STEPS,
                              policy);
     const few_source_t after = next < p.items ? few_source_at(p, lane, parts, next) : source;
     uint32_t slot = 0;
 #pragma unroll 1
-    for (uint32_t step = 0; step < steps; step += FEW_SLOT_STEPS) {
+    for (uint32_t step = 0; step < steps; step += STEPS) {
         ptx_copies_wait<SLOTS - 2>();
         // Into the slot of the turn before, whose values this lane has used.
-        few_slot_copy<TILES>(source, at + ahead * FEW_SLOT_BYTES(TILES),
-                             step + (SLOTS - 1) * FEW_SLOT_STEPS, policy);
-        few_slot_multiply<T, TILES>(source, ring + slot * FEW_SLOT_BYTES(TILES), step, low, high);
+        few_slot_copy<STEPS, TILES>(source, at + ahead * SLOT_BYTES,
+                             step + (SLOTS - 1) * STEPS, policy);
+        few_slot_multiply<T, STEPS, TILES>(source, ring + slot * SLOT_BYTES, step, low, high);
         ahead = ahead + 1 == SLOTS ? 0 : ahead + 1;
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
     }
@@ -374,48 +376,51 @@ few_item_run(const few_plan_t &p, const ffn_cuda_lane_t *lane, const ffn_cuda_pa
     return after;
 }
 
-template <typename T>
+template <typename T, uint32_t WARPS, uint32_t STEPS>
 static __device__ __forceinline__ void few(const ffn_cuda_lane_t *lane, uint32_t down)
 {
     extern __shared__ __align__(128) unsigned char memory[];
     const ffn_cuda_layer_t *layer = lane_layer(lane);
     const uint32_t rows = min(lane->rows, FEW_ROWS_MOST), warp = threadIdx.x / 32;
     const few_plan_t p = few_plan_make(layer->signature, rows, lane->workspace.tile_count, down);
-    const uint32_t activation = layer->signature->activation, all = FEW_WARPS * gridDim.x;
+    const ffn_cuda_part_t *parts = layer->parts;
+    const uint32_t act = layer->signature->activation;
     const uint64_t policy = ptx_policy_stream();
-    unsigned char *ring = memory + warp * FEW_RING_BYTES;
+    unsigned char *ring = memory + warp * FEW_RING_BYTES(WARPS);
     uint32_t number = few_first_item(blockIdx.x, gridDim.x, warp);
     if (number >= p.items)
         return;
-    few_source_t source = few_source_at(p, lane, layer->parts, number);
-    for (; number < p.items; number += all) {
-        const uint32_t next = number + all;
+    few_source_t at = few_source_at(p, lane, parts, number);
+    while (number < p.items) {
+        number += WARPS * gridDim.x;
         // All lanes of a warp have the same tile.
-        switch (few_parts(source.tile.rows, 8)) {
+        switch (few_parts(at.tile.rows, 8)) {
         case 0:
         case 1:
-            source = few_item_run<T, 1>(p, lane, layer->parts, activation, source, next, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 1>(p, lane, parts, act, at, number, ring, policy);
             break;
         case 2:
-            source = few_item_run<T, 2>(p, lane, layer->parts, activation, source, next, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 2>(p, lane, parts, act, at, number, ring, policy);
             break;
         case 3:
-            source = few_item_run<T, 3>(p, lane, layer->parts, activation, source, next, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 3>(p, lane, parts, act, at, number, ring, policy);
             break;
         default:
-            source = few_item_run<T, 4>(p, lane, layer->parts, activation, source, next, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 4>(p, lane, parts, act, at, number, ring, policy);
             break;
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) ffn_few_bf16(const ffn_cuda_lane_t *lane,
-                                                                           uint32_t down)
-{
-    few<__nv_bfloat16>(lane, down);
-}
-extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) ffn_few_f16(const ffn_cuda_lane_t *lane,
-                                                                          uint32_t down)
-{
-    few<__half>(lane, down);
-}
+#define FEW_KERNELS(name, warps, steps)                                                            \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                    \
+        ffn_few_##name##_bf16(const ffn_cuda_lane_t *lane, uint32_t down)                          \
+    {                                                                                              \
+        few<__nv_bfloat16, warps, steps>(lane, down);                                              \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                    \
+        ffn_few_##name##_f16(const ffn_cuda_lane_t *lane, uint32_t down)                           \
+    {                                                                                              \
+        few<__half, warps, steps>(lane, down);                                                     \
+    }
+FEW_FORMS(FEW_KERNELS)

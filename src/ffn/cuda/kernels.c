@@ -7,7 +7,6 @@
 
 #include "ffn/cuda/bulk_shape.h"
 #include "ffn/cuda/decode_shape.h"
-#include "ffn/cuda/few_shape.h"
 
 CUDA_IMAGE_DECLARE(ffn_decode);
 CUDA_IMAGE_DECLARE(ffn_bulk);
@@ -32,8 +31,22 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_DOWN_F16] = "ffn_grouped_down_f16",
     [FFN_KERNEL_DECODE] = "ffn_decode",
     [FFN_KERNEL_FEW_ROUTE] = "ffn_few_route",
-    [FFN_KERNEL_FEW_BF16] = "ffn_few_bf16",
-    [FFN_KERNEL_FEW_F16] = "ffn_few_f16",
+#define X(name, warps, steps)                                                                      \
+    [FFN_KERNEL_FEW_##name##_BF16] = "ffn_few_" #name "_bf16",                                     \
+    [FFN_KERNEL_FEW_##name##_F16] = "ffn_few_" #name "_f16",
+    FEW_FORMS(X)
+#undef X
+};
+
+const char *const ffn_cuda_few_names[FFN_FEW_COUNT] = {
+#define X(name, warps, steps) [FFN_FEW_##name] = #name,
+    FEW_FORMS(X)
+#undef X
+};
+static const uint32_t kernels_few_threads[FFN_FEW_COUNT] = {
+#define X(name, warps, steps) [FFN_FEW_##name] = (warps)*32,
+    FEW_FORMS(X)
+#undef X
 };
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
@@ -63,8 +76,9 @@ static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
     XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
         XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
-    XP_TRY(kernels_shared(kernels, FFN_KERNEL_FEW_BF16, FEW_SHARED_BYTES));
-    return kernels_shared(kernels, FFN_KERNEL_FEW_F16, FEW_SHARED_BYTES);
+    for (uint32_t i = FFN_KERNEL_FEW_ROUTE + 1; i < FFN_KERNEL_COUNT; i++)
+        XP_TRY(kernels_shared(kernels, i, FEW_SHARED_BYTES));
+    return XP_OK;
 }
 
 xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
@@ -389,36 +403,38 @@ uint32_t ffn_cuda_few_rows(const ffn_cuda_signature_t *signature)
 }
 
 xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
-                                 const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
-                                 uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
-                                 const ffn_cuda_watch_t *watch)
+                                 const ffn_cuda_signature_t *signature, uint32_t form,
+                                 uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                                 cuda_stream_t stream, const ffn_cuda_watch_t *watch)
 {
     const uint32_t products =
-        signature->dtype == FFN_CUDA_F16 ? FFN_KERNEL_FEW_F16 : FFN_KERNEL_FEW_BF16;
+        FFN_KERNEL_FEW_ROUTE + 1 + form * 2 + (signature->dtype == FFN_CUDA_F16);
     const uint32_t routers = kernels_parts(signature->experts, FEW_ROUTE_EXPERTS) *
                              kernels_parts(capacity_rows, FEW_ROUTE_ROWS);
     kernels_sequence_t sequence = {.kernels = kernels, .stream = stream, .watch = watch};
     uint32_t down = 0;
     void *parameters[] = {&lane, &down};
-    if (capacity_rows > ffn_cuda_few_rows(signature))
-        return xp_fail(XP_INVALID, "%u rows; the products of few rows take %u", capacity_rows,
-                       ffn_cuda_few_rows(signature));
+    if (form >= FFN_FEW_COUNT || capacity_rows > ffn_cuda_few_rows(signature))
+        return xp_fail(XP_INVALID, "form %u, %u rows; the products of few rows have %u and take %u",
+                       form, capacity_rows, FFN_FEW_COUNT, ffn_cuda_few_rows(signature));
+    const uint32_t threads = kernels_few_threads[form];
     blocks = kernels_blocks(kernels, blocks);
     kernels_next(&sequence, "router", FFN_KERNEL_FEW_ROUTE, routers, FEW_ROUTE_THREADS, 0,
                  parameters);
-    kernels_next(&sequence, "gate", products, blocks, FEW_THREADS, FEW_SHARED_BYTES, parameters);
+    kernels_next(&sequence, "gate", products, blocks, threads, FEW_SHARED_BYTES, parameters);
     down = 1;
-    kernels_next(&sequence, "down", products, blocks, FEW_THREADS, FEW_SHARED_BYTES, parameters);
+    kernels_next(&sequence, "down", products, blocks, threads, FEW_SHARED_BYTES, parameters);
     kernels_next(&sequence, "reduce", FFN_KERNEL_BULK_REDUCE, capacity_rows, BULK_THREADS, 0,
                  parameters);
     return sequence.status;
 }
 
 xp_status_t ffn_cuda_few(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
-                         uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
-                         cuda_stream_t stream)
+                         uint32_t form, uint32_t capacity_rows, uint32_t blocks,
+                         cuda_address_t lane, cuda_stream_t stream)
 {
-    return ffn_cuda_few_watched(kernels, signature, capacity_rows, blocks, lane, stream, NULL);
+    return ffn_cuda_few_watched(kernels, signature, form, capacity_rows, blocks, lane, stream,
+                                NULL);
 }
 
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,

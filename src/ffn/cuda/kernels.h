@@ -11,6 +11,7 @@
 #define XPOOL_FFN_CUDA_KERNELS_H
 
 #include "cuda/device.h"
+#include "ffn/cuda/few_shape.h"
 #include "ffn/cuda/tables.h"
 
 enum {
@@ -27,10 +28,20 @@ enum {
     FFN_KERNEL_DOWN_F16,
     FFN_KERNEL_DECODE,
     FFN_KERNEL_FEW_ROUTE,
-    FFN_KERNEL_FEW_BF16,
-    FFN_KERNEL_FEW_F16,
-    FFN_KERNEL_COUNT
+#define X(name, warps, steps) FFN_KERNEL_FEW_##name##_BF16, FFN_KERNEL_FEW_##name##_F16,
+    FEW_FORMS(X)
+#undef X
+        FFN_KERNEL_COUNT
 };
+
+/* Forms of the products of few rows: the same results, other rates. The first is the one to use. */
+enum {
+#define X(name, warps, steps) FFN_FEW_##name,
+    FEW_FORMS(X)
+#undef X
+        FFN_FEW_COUNT
+};
+extern const char *const ffn_cuda_few_names[FFN_FEW_COUNT];
 
 typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
@@ -121,14 +132,15 @@ xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
 uint32_t ffn_cuda_few_rows(const ffn_cuda_signature_t *signature);
 /* The same layer for live rows and a capacity of up to ffn_cuda_few_rows(), by launches that stream
  * each chosen expert's weights once at nearly the rate of memory; same workspace. blocks: of the
- * products; 0 = all. Another order of sums than ffn_cuda_bulk(), so last bits differ. */
+ * products; 0 = all. form: FFN_FEW_... Another order of sums than ffn_cuda_bulk(), so last bits
+ * differ. */
 xp_status_t ffn_cuda_few(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
-                         uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
-                         cuda_stream_t stream);
+                         uint32_t form, uint32_t capacity_rows, uint32_t blocks,
+                         cuda_address_t lane, cuda_stream_t stream);
 xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
-                                 const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
-                                 uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
-                                 const ffn_cuda_watch_t *watch);
+                                 const ffn_cuda_signature_t *signature, uint32_t form,
+                                 uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                                 cuda_stream_t stream, const ffn_cuda_watch_t *watch);
 
 /* output = partials[0] + ... of the Lane, in that order, in FP32, cast once. */
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,

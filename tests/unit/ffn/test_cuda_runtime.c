@@ -159,6 +159,7 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype, uint
      * into 128, 128 and 44. */
     scene.config.piece_rows = 128;
     scene.config.few_rows = few_rows;
+    scene.config.few_form = few_rows % 3; /* 0, 1 or 2 */
     scene_open(&scene);
     scene_install(&scene, f, 3);
     scene_start(&scene);
