@@ -50,6 +50,17 @@ uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows)
     return c;
 }
 
+static bool template_pieces(const cuda_template_t *template, uint32_t rows)
+{
+    return rows > template->piece_rows || rows > CUDA_OWN_ROWS;
+}
+
+bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
+                          uint32_t capacity_rows)
+{
+    return runtime->shared_at && template_pieces(template, capacity_rows);
+}
+
 uint64_t cuda_template_bytes(const ffn_cuda_config_t *config, const ffn_cuda_signature_t *signature)
 {
     cuda_template_t template;
@@ -122,11 +133,12 @@ static xp_status_t template_products(ffn_cuda_runtime_t *runtime, const cuda_tem
     const cuda_address_t at = runtime->lane[lane].lane;
     if (capacity == 0 && !runtime->config.shared_role)
         return ffn_cuda_decode(&runtime->kernels, at, stream);
-    if (rows <= runtime->config.few_rows && rows <= ffn_cuda_few_rows(&template->signature) &&
-        rows <= template->piece_rows)
+    const bool pieces = template_pieces(template, rows);
+    if (!pieces && rows <= runtime->config.few_rows &&
+        rows <= ffn_cuda_few_rows(&template->signature))
         return ffn_cuda_few(&runtime->kernels, &template->signature, runtime->config.few_form, rows,
                             runtime->config.bulk_blocks, at, stream);
-    if (rows <= template->piece_rows)
+    if (!pieces)
         return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows,
                              runtime->config.bulk_blocks, at, stream);
     for (uint32_t first = 0; first < rows; first += template->piece_rows) {

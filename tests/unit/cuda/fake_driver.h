@@ -62,6 +62,7 @@ static struct fake {
     int devices, version;
     const fake_kernel_t *kernels;
     uint32_t kernel_count;
+    cuda_stream_t graph_stream; /* of the latest graph launch */
     void (*after_launch)(const fake_launch_t *launch);
     void (*before_read)(void);
     bool (*busy)(cuda_stream_t stream); /* what cuStreamQuery says */
@@ -627,6 +628,7 @@ static int fake_cuGraphLaunch(cuda_graph_exec_t exec, cuda_stream_t stream)
 {
     FAKE_CALL(cuGraphLaunch);
     const struct cuda_graph_object *graph = (const struct cuda_graph_object *)exec;
+    fake.graph_stream = stream;
     for (uint32_t i = 0; i < graph->count; i++) {
         graph->launches[i].kernel->run(&graph->launches[i]);
         if (fake.after_launch)

@@ -124,7 +124,8 @@ static inline void fake_layer(const ffn_cuda_lane_t *lane)
     })
 
 static uint32_t fake_decodes, fake_bulks, fake_pieces, fake_fews;
-static bool fake_device_breaks; /* launches of decode end the context */
+static const void *fake_products; /* where the latest bulk layer had its sums */
+static bool fake_device_breaks;   /* launches of decode end the context */
 
 static void fake_run_nothing(const fake_launch_t *launch)
 {
@@ -144,6 +145,7 @@ static void fake_run_bulk_reduce(const fake_launch_t *launch)
     assert_true(lane->rows <= lane->workspace.bulk_rows);
     assert_true(lane->rows <= launch->blocks);
     fake_bulks++;
+    fake_products = lane->workspace.products;
     fake_layer(lane);
 }
 /* Products of few rows; the launch that sums does all of it. */
