@@ -742,14 +742,16 @@ static void split_queued(void *context, const char *step)
 /* Where the time of a bulk layer goes, by launches. A copy goes before each layer, so that all of
  * its launches are queued when the first begins and no step waits for the host. */
 static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l, uint32_t rows,
-                       uint32_t way, cuda_address_t filler, uint64_t filler_bytes)
+                       uint32_t way, bool narrow, cuda_address_t filler, uint64_t filler_bytes)
 {
     static split_watch_t watch;
     static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[SPLIT_ROUNDS];
     const ffn_cuda_watch_t watched = {split_queued, &watch};
-    const char *name = way == WAY_FEW ? "few" : "bulk";
+    const char *name = way == WAY_FEW ? "few" : narrow ? "narrow" : "bulk";
     char metric[96], note[160];
     double sum = 0;
+    for (uint32_t i = 0; i < l->count; i++)
+        l->lane[i].workspace.narrow = narrow;
     lanes_rows(kit, l, rows);
     watch.kit = kit;
     for (uint32_t i = 0; i < SPLIT_STEPS; i++)
@@ -809,9 +811,11 @@ static void bench_bulk_split(ffn_kit_t *kit)
     ffn_kit_model_make(kit, &s, SPLIT_LAYERS, 8, false, &m);
     lanes_make(kit, &m, SPLIT_LAYERS, 8192, 8192, &l);
     for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
-        split_rows(kit, &m, &l, counts[c], WAY_BULK, filler, filler_bytes);
+        split_rows(kit, &m, &l, counts[c], WAY_BULK, false, filler, filler_bytes);
         if (counts[c] <= ffn_cuda_few_rows(&s))
-            split_rows(kit, &m, &l, counts[c], WAY_FEW, filler, filler_bytes);
+            split_rows(kit, &m, &l, counts[c], WAY_FEW, false, filler, filler_bytes);
+        else
+            split_rows(kit, &m, &l, counts[c], WAY_BULK, true, filler, filler_bytes);
     }
     lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);

@@ -216,9 +216,19 @@ static __device__ __forceinline__ void add_four(float4 *sum, float weight, float
     sum->w = fmaf(weight, v.w, sum->w);
 }
 
+// Four values of the products of a pair.
+template <typename T>
+static __device__ __forceinline__ float4 load_four(const ffn_cuda_workspace_t &w, uint64_t at)
+{
+    if (!w.narrow)
+        return __ldcs((const float4 *)(w.products + at));
+    const uint2 packed = __ldcs((const uint2 *)((const T *)w.products + at));
+    const float2 a = ptx_unpack<T>(packed.x), b = ptx_unpack<T>(packed.y);
+    return make_float4(a.x, a.y, b.x, b.y);
+}
+
 // A block takes rows in turn; a thread four columns. One cast, at the end.
-extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
-    const ffn_cuda_lane_t *lane)
+template <typename T> static __device__ __forceinline__ void reduce_rows(const ffn_cuda_lane_t *lane)
 {
     const ffn_cuda_workspace_t &w = lane->workspace;
     const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
@@ -230,19 +240,23 @@ extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
 #pragma unroll 8
             for (uint32_t i = 0; i < top_k; i++) {
                 const uint64_t pair = (uint64_t)row * top_k + i;
-                const float4 v = __ldcs(
-                    (const float4 *)(w.products + (uint64_t)w.pair_at[pair] * hidden + column));
+                const float4 v = load_four<T>(w, (uint64_t)w.pair_at[pair] * hidden + column);
                 add_four(&sum, w.weights[pair], v);
             }
             if (last)
                 add_four(&sum, 1.0f,
-                         __ldcs((const float4 *)(w.products +
-                                                 ((uint64_t)rows * top_k + row) * hidden + column)));
-            if (s.dtype == FFN_CUDA_BF16)
-                store_four<__nv_bfloat16>(lane, (uint64_t)row * hidden + column, sum);
-            else
-                store_four<__half>(lane, (uint64_t)row * hidden + column, sum);
+                         load_four<T>(w, ((uint64_t)rows * top_k + row) * hidden + column));
+            store_four<T>(lane, (uint64_t)row * hidden + column, sum);
         }
+}
+
+extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
+    const ffn_cuda_lane_t *lane)
+{
+    if (lane_layer(lane)->signature->dtype == FFN_CUDA_BF16)
+        reduce_rows<__nv_bfloat16>(lane);
+    else
+        reduce_rows<__half>(lane);
 }
 
 // Partials of an Execution Group, added in PE order in FP32, cast once.

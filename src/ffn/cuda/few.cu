@@ -311,6 +311,16 @@ static __device__ __forceinline__ void few_slot_multiply(const few_source_t &sou
     }
 }
 
+template <typename T>
+static __device__ __forceinline__ void few_product_store(const ffn_cuda_lane_t *lane, uint64_t at,
+                                                         float value)
+{
+    if (lane->workspace.narrow)
+        ((T *)lane->workspace.products)[at] = ptx_from_float<T>(value);
+    else
+        lane->workspace.products[at] = value;
+}
+
 template <typename T, uint32_t TILES>
 static __device__ __forceinline__ void few_store(const few_plan_t &p, const ffn_cuda_lane_t *lane,
                                                  const few_source_t &source, uint32_t activation,
@@ -328,12 +338,11 @@ static __device__ __forceinline__ void few_store(const few_plan_t &p, const ffn_
             if (row >= source.tile.rows)
                 continue;
             if (p.down) {
-                float *out = lane->workspace.products;
                 const uint64_t at = few_product_at(&p, &item, source.tile.first, row, weight_row);
                 if (weight_row < item.limit)
-                    out[at] = low[n][i];
+                    few_product_store<T>(lane, at, low[n][i]);
                 if (weight_row + FEW_HALF_ROWS < item.limit)
-                    out[at + FEW_HALF_ROWS] = high[n][i];
+                    few_product_store<T>(lane, at + FEW_HALF_ROWS, high[n][i]);
             } else if (weight_row < item.limit) {
                 ((T *)lane->workspace.activations)[few_activation_at(
                     &p, &item, source.tile.first, row, weight_row)] =

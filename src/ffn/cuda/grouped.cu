@@ -261,6 +261,7 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
 {
     const uint32_t group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
     const uint32_t warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+    const bool narrow = lane->workspace.narrow;
     uint32_t stage = 0, parity = 0;
     for (uint32_t number = p.begin + blockIdx.x; number < p.end; number += gridDim.x) {
         const grouped_work_t w = work_at<DOWN>(p, number);
@@ -306,8 +307,18 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
                 continue;
             const uint64_t at = w.tile.first + row;
             if (DOWN) {
-                float *out = lane->workspace.products +
-                             ((w.shared_part ? p.pairs : 0) + at) * p.hidden + w.column + t * 2;
+                const uint64_t to =
+                    ((w.shared_part ? p.pairs : 0) + at) * p.hidden + w.column + t * 2;
+                if (narrow) {
+                    T *out = (T *)lane->workspace.products + to;
+#pragma unroll
+                    for (uint32_t j = 0; j < 32; j++)
+                        if (w.column + j * 8 < p.hidden)
+                            *(uint32_t *)(out + j * 8) =
+                                ptx_pack<T>(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]);
+                    continue;
+                }
+                float *out = lane->workspace.products + to;
 #pragma unroll
                 for (uint32_t j = 0; j < 32; j++)
                     if (w.column + j * 8 < p.hidden)
