@@ -602,10 +602,13 @@ static void bench_split(ffn_kit_t *kit)
  */
 /* WAY_FEW and up: the forms of the products of few rows. */
 enum { WAY_BULK, WAY_FEW, WAY_DECODE = WAY_FEW + FFN_FEW_COUNT, WAYS };
+#define WAY_OVERLAP 16u /* added: launches overlap */
 
 static xp_status_t way_queue(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t way, uint32_t rows,
                              cuda_address_t lane)
 {
+    kit->kernels.overlap = way >= WAY_OVERLAP;
+    way %= WAY_OVERLAP;
     if (way == WAY_DECODE)
         return ffn_cuda_decode(&kit->kernels, lane, kit->stream);
     if (way == WAY_BULK)
@@ -659,12 +662,37 @@ static void way_output(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lan
     free(packed);
 }
 
+static void way_name(uint32_t way, char *text, size_t size)
+{
+    const uint32_t plain = way % WAY_OVERLAP;
+    snprintf(text, size, "%s%s%s",
+             plain == WAY_BULK     ? "bulk"
+             : plain == WAY_DECODE ? "decode"
+                                   : "few_",
+             plain == WAY_BULK || plain == WAY_DECODE ? "" : ffn_cuda_few_names[plain - WAY_FEW],
+             way >= WAY_OVERLAP ? "_overlap" : "");
+}
+
+/* The ways to compute so many rows. */
+static uint32_t ways_list(const ffn_cuda_signature_t *s, uint32_t rows, uint32_t *ways)
+{
+    uint32_t count = 0;
+    for (uint32_t way = WAY_BULK; way < WAY_DECODE; way++) {
+        ways[count++] = way;
+        ways[count++] = way + WAY_OVERLAP;
+    }
+    if (rows <= ffn_cuda_decode_rows(s))
+        ways[count++] = WAY_DECODE;
+    return count;
+}
+
 /* All ways that a layer of few rows can be computed, in turn within each round, so that they see
  * the same clocks. */
 static void bench_few(ffn_kit_t *kit)
 {
     enum { ROWS = 128, ROUNDS = 9 };
     static const uint32_t counts[] = {17, 24, 32, 48, 64, 128};
+    static double times[2 * WAYS][ROUNDS];
     const ffn_cuda_signature_t s = signature_moe();
     const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
     float *first = malloc(ROWS * s.hidden * 4), *other = malloc(ROWS * s.hidden * 4);
@@ -675,45 +703,42 @@ static void bench_few(ffn_kit_t *kit)
     lanes_make(kit, &m, 16, ROWS, ROWS, &l);
     for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
         const uint32_t rows = counts[c];
-        static double times[WAYS][ROUNDS];
-        cuda_graph_exec_t graph[WAYS] = {0};
-        double error[WAYS] = {0};
+        uint32_t ways[2 * WAYS];
+        cuda_graph_exec_t graph[2 * WAYS];
+        double error[2 * WAYS] = {0};
         lanes_rows(kit, &l, rows);
-        const uint32_t ways = rows <= ffn_cuda_decode_rows(&s) ? WAYS : WAY_DECODE;
-        for (uint32_t way = 0; way < ways; way++) {
-            way_output(kit, &m, &l, way, rows, way ? other : first);
-            error[way] = way ? ffn_kit_error(other, first, rows * s.hidden) : 0;
-            graph[way] = way_capture(kit, &m, &l, way, rows);
+        const uint32_t count = ways_list(&s, rows, ways);
+        for (uint32_t i = 0; i < count; i++) {
+            way_output(kit, &m, &l, ways[i], rows, i ? other : first);
+            error[i] = i ? ffn_kit_error(other, first, rows * s.hidden) : 0;
+            graph[i] = way_capture(kit, &m, &l, ways[i], rows);
         }
         way_output(kit, &m, &l, WAY_FEW, rows, other);
         const uint32_t experts = experts_chosen(kit, &m, &l, rows);
         for (uint32_t round = 0; round < ROUNDS + 2; round++)
-            for (uint32_t way = 0; way < ways; way++) {
+            for (uint32_t i = 0; i < count; i++) {
                 begin(kit);
-                CHECK_OK(cuda_graph_launch(&kit->device, graph[way], kit->stream));
+                CHECK_OK(cuda_graph_launch(&kit->device, graph[i], kit->stream));
                 const double us = end_us(kit) / l.count;
                 if (round >= 2)
-                    times[way][round - 2] = us;
+                    times[i][round - 2] = us;
             }
         const double floor_us = experts * expert_bytes / copy_rate * 1e6;
-        for (uint32_t way = 0; way < ways; way++) {
-            char metric[96], note[200];
-            const double us = median(times[way], ROUNDS);
-            if (way >= WAY_FEW && way < WAY_DECODE)
-                snprintf(metric, sizeof(metric), "ffn.moe.few%u.few_%s_us", rows,
-                         ffn_cuda_few_names[way - WAY_FEW]);
-            else
-                snprintf(metric, sizeof(metric), "ffn.moe.few%u.%s_us", rows,
-                         way == WAY_BULK ? "bulk" : "decode");
+        for (uint32_t i = 0; i < count; i++) {
+            char name[32], metric[96], note[200];
+            const double us = median(times[i], ROUNDS);
+            way_name(ways[i], name, sizeof(name));
+            snprintf(metric, sizeof(metric), "ffn.moe.few%u.%s_us", rows, name);
             snprintf(note, sizeof(note),
                      "captured launches, %.2f of the floor; least %.1f, most %.1f; %u experts; off "
                      "by %.1e from bulk's rows%s",
-                     us / floor_us, times[way][0], times[way][ROUNDS - 1], experts, error[way],
-                     error[way] < 0.01 ? "" : ": WRONG");
+                     us / floor_us, times[i][0], times[i][ROUNDS - 1], experts, error[i],
+                     error[i] < 0.01 ? "" : ": WRONG");
             row(metric, us, "us", floor_us, NAN, NULL, note);
-            cuda_graph_destroy(&kit->device, graph[way]);
+            cuda_graph_destroy(&kit->device, graph[i]);
         }
     }
+    kit->kernels.overlap = false;
     lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
     free(other);
@@ -745,7 +770,7 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
                        uint32_t way, bool narrow, cuda_address_t filler, uint64_t filler_bytes)
 {
     static split_watch_t watch;
-    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[SPLIT_ROUNDS];
+    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[2][SPLIT_ROUNDS];
     const ffn_cuda_watch_t watched = {split_queued, &watch};
     const char *name = way == WAY_FEW ? "few" : narrow ? "narrow" : "bulk";
     char metric[96], note[160];
@@ -774,13 +799,16 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
                 times[i][(round - 1) * SPLIT_LAYERS + layer] = (double)milliseconds * 1e3;
             }
         }
-    cuda_graph_exec_t graph = way_capture(kit, m, l, way, rows);
-    for (uint32_t round = 0; round < SPLIT_ROUNDS + 2; round++) {
-        begin(kit);
-        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
-        whole[round < 2 ? 0 : round - 2] = end_us(kit) / l->count;
+    for (uint32_t overlap = 0; overlap < 2; overlap++) {
+        cuda_graph_exec_t graph = way_capture(kit, m, l, way + overlap * WAY_OVERLAP, rows);
+        for (uint32_t round = 0; round < SPLIT_ROUNDS + 2; round++) {
+            begin(kit);
+            CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+            whole[overlap][round < 2 ? 0 : round - 2] = end_us(kit) / l->count;
+        }
+        cuda_graph_destroy(&kit->device, graph);
     }
-    cuda_graph_destroy(&kit->device, graph);
+    kit->kernels.overlap = false;
     for (uint32_t i = 1; i < watch.count; i++) {
         double us = median(times[i], SPLIT_ROUNDS * SPLIT_LAYERS);
         uint32_t launches = 1;
@@ -795,7 +823,10 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
     }
     snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.whole_us", rows, name);
     snprintf(note, sizeof(note), "captured, a layer; the steps above are %.1f us together", sum);
-    row(metric, median(whole, SPLIT_ROUNDS), "us", NAN, NAN, NULL, note);
+    row(metric, median(whole[0], SPLIT_ROUNDS), "us", NAN, NAN, NULL, note);
+    snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.overlap_us", rows, name);
+    row(metric, median(whole[1], SPLIT_ROUNDS), "us", NAN, NAN, NULL,
+        "the same, with launches that begin before those before them have ended");
     for (uint32_t i = 0; i < SPLIT_STEPS; i++)
         cuda_event_destroy(&kit->device, watch.event[i]);
 }

@@ -253,7 +253,8 @@ static bool used(const ffnagent_t *self)
     return false;
 }
 
-/* XPOOL_TEST_FEW_ROWS and XPOOL_TEST_NARROW compare ways of execution without another build. */
+/* XPOOL_TEST_FEW_ROWS, XPOOL_TEST_OVERLAP and XPOOL_TEST_NARROW compare ways of execution without
+ * another build. */
 static uint32_t few_rows(void)
 {
     const char *text = getenv("XPOOL_TEST_FEW_ROWS");
@@ -287,6 +288,7 @@ static xp_status_t load_job(void *context)
         .shared_role = shared(self),
         .library = true,
         .few_rows = few_rows(),
+        .overlap = getenv("XPOOL_TEST_OVERLAP") != NULL,
         .narrow = getenv("XPOOL_TEST_NARROW") != NULL,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,
         .cpu = -1};

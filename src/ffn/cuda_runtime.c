@@ -124,6 +124,7 @@ static xp_status_t create_device(ffn_cuda_runtime_t *runtime)
     cuda_stream_t *const streams[] = {&runtime->control, &runtime->decode, &runtime->bulk,
                                       &runtime->resident, &runtime->watch};
     XP_TRY(ffn_cuda_kernels_load(device, blocks, &runtime->kernels));
+    runtime->kernels.overlap = runtime->config.overlap;
     XP_TRY(cuda_module_load(device, &cuda_image_ffn_dispatch, dispatch_names, DISPATCH_KERNELS,
                             &runtime->module, runtime->function));
     for (uint32_t i = 0; i < 5; i++)

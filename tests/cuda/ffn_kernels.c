@@ -367,7 +367,7 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
 
 /* ---- bulk
  * ---------------------------------------------------------------------------------------- */
-/* narrow: pairs' results in 16 bits before they are added. */
+/* narrow: pairs' results in 16 bits before they are added; with launches that overlap. */
 static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow)
 {
     static const uint32_t counts[] = {0, 1, 17, 64, 129, 700, 2048, 8192};
@@ -375,6 +375,7 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow)
     test_lane_t l;
     lane_make(kit, m, most, most, &l);
     l.lane.workspace.narrow = narrow;
+    kit->kernels.overlap = narrow;
     slack = narrow ? 1.6 : 1;
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         if (counts[i] > most)
@@ -387,20 +388,23 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow)
         lane_compare(kit, m, &l, 4, narrow ? "bulk, narrow" : "bulk");
     }
     slack = 1;
+    kit->kernels.overlap = false;
     lane_free(kit, &l);
 }
 
 /* The products of few rows, as a row gets them with any others. */
-static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form)
+static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form, bool overlap)
 {
     static const uint32_t counts[] = {0, 1, 8, 17, 24, 32, 33, 48, 64, 97, 128};
     const uint32_t hidden = m->signature.hidden;
     const uint32_t most = small ? 33 : ffn_cuda_few_rows(&m->signature);
-    char what[32];
+    char what[64];
     test_lane_t l;
     if (ffn_cuda_few_rows(&m->signature) == 0)
         return;
-    snprintf(what, sizeof(what), "few rows, %s", ffn_cuda_few_names[form]);
+    snprintf(what, sizeof(what), "few rows, %s%s", ffn_cuda_few_names[form],
+             overlap ? ", overlapping" : "");
+    kit->kernels.overlap = overlap;
     lane_make(kit, m, most, most, &l);
     uint16_t *all = malloc(hidden * 2 * most), *some = malloc(hidden * 2 * 3);
     CHECK(all && some);
@@ -431,6 +435,22 @@ static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form)
             failed++;
         }
     }
+    /* Captured once, fired for other layers and rows; two layers a graph, one after the other. */
+    cuda_graph_exec_t graph;
+    l.lane.input = (void *)(uintptr_t)l.input;
+    CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
+    for (uint32_t i = 0; i < 2; i++)
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, most, 0, l.at, kit->stream));
+    CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
+    for (uint32_t i = 0; i < 3; i++) {
+        lane_set(kit, m, &l, i % m->layers, most - i * 11, false, 900 + i);
+        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        lane_compare(kit, m, &l, 2, what);
+    }
+    cuda_graph_destroy(&kit->device, graph);
+    kit->kernels.overlap = false;
     free(some);
     free(all);
     lane_free(kit, &l);
@@ -538,8 +558,8 @@ int main(int count, char **arguments)
             for (uint32_t narrow = 0; narrow < 2; narrow++)
                 test_bulk(&kit, &m, narrow);
         if (wanted(count, arguments, "few"))
-            for (uint32_t form = 0; form < FFN_FEW_COUNT; form++)
-                test_few(&kit, &m, form);
+            for (uint32_t form = 0; form < 2 * FFN_FEW_COUNT; form++)
+                test_few(&kit, &m, form / 2, form % 2);
         if (wanted(count, arguments, "library") && s->experts == 0)
             test_library(&kit, &m);
         if (wanted(count, arguments, "reduce"))

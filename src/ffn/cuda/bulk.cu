@@ -21,6 +21,8 @@ static __device__ __forceinline__ const ffn_cuda_layer_t *lane_layer(const ffn_c
 extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_begin(
     const ffn_cuda_lane_t *lane)
 {
+    ptx_launch_wait();
+    ptx_launch_next();
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t experts = lane_layer(lane)->signature->experts;
     for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
@@ -104,6 +106,8 @@ extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_route(
 {
     extern __shared__ float logits[];
     __shared__ ffn_cuda_signature_t s;
+    ptx_launch_wait();
+    ptx_launch_next();
     const ffn_cuda_layer_t *layer = lane_layer(lane);
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t first = blockIdx.x * BULK_ROUTE_ROWS, warp = threadIdx.x / 32;
@@ -155,6 +159,8 @@ static __device__ uint32_t block_sum(uint32_t value, uint32_t *shared)
 extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
     const ffn_cuda_lane_t *lane)
 {
+    ptx_launch_wait();
+    ptx_launch_next();
     __shared__ uint32_t shared[BULK_PLAN_THREADS];
     const ffn_cuda_workspace_t &w = lane->workspace;
     const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
@@ -188,6 +194,8 @@ extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
 extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_place(
     const ffn_cuda_lane_t *lane)
 {
+    ptx_launch_wait();
+    ptx_launch_next();
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t top_k = lane_layer(lane)->signature->top_k;
     const uint32_t pair = blockIdx.x * BULK_THREADS + threadIdx.x;
@@ -253,6 +261,8 @@ template <typename T> static __device__ __forceinline__ void reduce_rows(const f
 extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
     const ffn_cuda_lane_t *lane)
 {
+    ptx_launch_wait();
+    ptx_launch_next();
     if (lane_layer(lane)->signature->dtype == FFN_CUDA_BF16)
         reduce_rows<__nv_bfloat16>(lane);
     else

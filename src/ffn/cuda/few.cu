@@ -178,6 +178,8 @@ extern "C" __global__ void __launch_bounds__(FEW_ROUTE_THREADS) ffn_few_route(
     const ffn_cuda_lane_t *lane)
 {
     __shared__ few_route_t sh;
+    ptx_launch_wait();
+    ptx_launch_next();
     const uint32_t rows = min(lane->rows, FEW_ROWS_MOST);
     float *logits = lane->workspace.products;
     if (threadIdx.x < sizeof(sh.signature) / 4)
@@ -256,10 +258,10 @@ static __device__ __forceinline__ few_source_t few_source_at(const few_plan_t &p
     return source;
 }
 
-// Starts the copies of the slot whose first step is `step`, as one group also past the end.
+// Starts the copies of a part of the slot whose first step is `step`; past the end there is nothing.
 template <uint32_t STEPS, uint32_t TILES>
-static __device__ __forceinline__ void few_slot_copy(const few_source_t &source, uint32_t to,
-                                                     uint32_t step, uint64_t policy)
+static __device__ __forceinline__ void few_weights_copy(const few_source_t &source, uint32_t to,
+                                                        uint32_t step, uint64_t policy)
 {
     const uint32_t l = threadIdx.x % 32;
 #pragma unroll
@@ -274,11 +276,34 @@ static __device__ __forceinline__ void few_slot_copy(const few_source_t &source,
             if (source.have >> which & 1)
                 ptx_copy_sixteen(to + few_slot_at(i, which, TILES, l), source.weights[which] + along,
                                  bytes, policy);
+    }
+}
+template <uint32_t STEPS, uint32_t TILES>
+static __device__ __forceinline__ void few_rows_copy(const few_source_t &source, uint32_t to,
+                                                     uint32_t step)
+{
+    const uint32_t l = threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t i = 0; i < STEPS; i++) {
+        const uint32_t at = few_chunk_at(step + i, l);
+        const uint32_t bytes = at < source.item.depth ? 16 : 0;
+        const uint32_t along = bytes ? at * 2 : 0;
+        if ((step + i) * FEW_STEP_DEPTH >= source.item.depth)
+            break;
 #pragma unroll
         for (uint32_t n = 0; n < TILES; n++)
             if (source.have >> (4 + n) & 1)
                 few_row_copy(to + few_slot_at(i, 4 + n, TILES, l), source.rows[n] + along, bytes);
     }
+}
+
+// The whole slot, as one group also past the end.
+template <uint32_t STEPS, uint32_t TILES>
+static __device__ __forceinline__ void few_slot_copy(const few_source_t &source, uint32_t to,
+                                                     uint32_t step, uint64_t policy)
+{
+    few_weights_copy<STEPS, TILES>(source, to, step, policy);
+    few_rows_copy<STEPS, TILES>(source, to, step);
     ptx_copies_commit();
 }
 
@@ -351,12 +376,14 @@ static __device__ __forceinline__ void few_store(const few_plan_t &p, const ffn_
         }
 }
 
-// One item; meanwhile `next` is looked up, if there is one. ring: of this warp.
+// One item; meanwhile `next` is looked up, if there is one. ring: of this warp. early: the launch before
+// may not have ended, so rows have to wait; the weights of all slots are under way meanwhile, and count
+// as the first slot's group.
 template <typename T, uint32_t WARPS, uint32_t STEPS, uint32_t TILES>
 static __device__ __forceinline__ few_source_t
 few_item_run(const few_plan_t &p, const ffn_cuda_lane_t *lane, const ffn_cuda_part_t *parts,
              uint32_t activation, const few_source_t &source, uint32_t next, unsigned char *ring,
-             uint64_t policy)
+             uint64_t policy, bool early)
 {
     constexpr uint32_t SLOTS = FEW_SLOTS(WARPS, STEPS, TILES);
     constexpr uint32_t SLOT_BYTES = FEW_SLOT_BYTES(STEPS, TILES);
@@ -364,11 +391,20 @@ few_item_run(const few_plan_t &p, const ffn_cuda_lane_t *lane, const ffn_cuda_pa
     const uint32_t at = ptx_shared(ring);
     const uint32_t steps = few_parts(source.item.depth, FEW_STEP_DEPTH);
     float low[TILES][4] = {}, high[TILES][4] = {};
-    uint32_t ahead = 0; // the slot that is copied next
+    if (early) {
 #pragma unroll
-    for (; ahead < SLOTS - 1; ahead++)
-        few_slot_copy<STEPS, TILES>(source, at + ahead * SLOT_BYTES, ahead * STEPS,
-                             policy);
+        for (uint32_t i = 0; i < SLOTS - 1; i++)
+            few_weights_copy<STEPS, TILES>(source, at + i * SLOT_BYTES, i * STEPS, policy);
+        ptx_launch_wait();
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < SLOTS - 1; i++) {
+        if (!early)
+            few_weights_copy<STEPS, TILES>(source, at + i * SLOT_BYTES, i * STEPS, policy);
+        few_rows_copy<STEPS, TILES>(source, at + i * SLOT_BYTES, i * STEPS);
+        ptx_copies_commit();
+    }
+    uint32_t ahead = SLOTS - 1; // the slot that is copied next
     const few_source_t after = next < p.items ? few_source_at(p, lane, parts, next) : source;
     uint32_t slot = 0;
 #pragma unroll 1
@@ -389,6 +425,12 @@ template <typename T, uint32_t WARPS, uint32_t STEPS>
 static __device__ __forceinline__ void few(const ffn_cuda_lane_t *lane, uint32_t down)
 {
     extern __shared__ __align__(128) unsigned char memory[];
+    // The plan is of the launch before gate, which gate has waited for before down could begin: down
+    // reads it, and weights, before gate has ended.
+    bool early = down;
+    if (!early)
+        ptx_launch_wait();
+    ptx_launch_next();
     const ffn_cuda_layer_t *layer = lane_layer(lane);
     const uint32_t rows = min(lane->rows, FEW_ROWS_MOST), warp = threadIdx.x / 32;
     const few_plan_t p = few_plan_make(layer->signature, rows, lane->workspace.tile_count, down);
@@ -397,8 +439,10 @@ static __device__ __forceinline__ void few(const ffn_cuda_lane_t *lane, uint32_t
     const uint64_t policy = ptx_policy_stream();
     unsigned char *ring = memory + warp * FEW_RING_BYTES(WARPS);
     uint32_t number = few_first_item(blockIdx.x, gridDim.x, warp);
-    if (number >= p.items)
+    if (number >= p.items) {
+        ptx_launch_wait();
         return;
+    }
     few_source_t at = few_source_at(p, lane, parts, number);
     while (number < p.items) {
         number += WARPS * gridDim.x;
@@ -406,18 +450,19 @@ static __device__ __forceinline__ void few(const ffn_cuda_lane_t *lane, uint32_t
         switch (few_parts(at.tile.rows, 8)) {
         case 0:
         case 1:
-            at = few_item_run<T, WARPS, STEPS, 1>(p, lane, parts, act, at, number, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 1>(p, lane, parts, act, at, number, ring, policy, early);
             break;
         case 2:
-            at = few_item_run<T, WARPS, STEPS, 2>(p, lane, parts, act, at, number, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 2>(p, lane, parts, act, at, number, ring, policy, early);
             break;
         case 3:
-            at = few_item_run<T, WARPS, STEPS, 3>(p, lane, parts, act, at, number, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 3>(p, lane, parts, act, at, number, ring, policy, early);
             break;
         default:
-            at = few_item_run<T, WARPS, STEPS, 4>(p, lane, parts, act, at, number, ring, policy);
+            at = few_item_run<T, WARPS, STEPS, 4>(p, lane, parts, act, at, number, ring, policy, early);
             break;
         }
+        early = false;
     }
 }
 

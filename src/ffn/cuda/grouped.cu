@@ -354,6 +354,8 @@ static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane, uint
         }
         ptx_barrier_init_fence();
     }
+    ptx_launch_wait();
+    ptx_launch_next();
     __syncthreads();
     const ffn_cuda_layer_t *layer = lane->layers + lane->layer;
     const grouped_plan_t p = plan_read<DOWN>(lane, *layer->signature, share, shares);

@@ -318,17 +318,45 @@ typedef struct kernels_sequence {
     const ffn_cuda_kernels_t *kernels;
     cuda_stream_t stream;
     const ffn_cuda_watch_t *watch;
+    uint32_t launched;
     xp_status_t status;
 } kernels_sequence_t;
+
+static xp_status_t kernels_launch_over(const kernels_sequence_t *sequence, uint32_t which,
+                                       uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                                       void **parameters)
+{
+    cuda_launch_attribute_t overlaps = {.id = CUDA_LAUNCH_OVERLAPS, .value.flag = 1};
+    const cuda_launch_config_t config = {
+        .grid_x = blocks,
+        .grid_y = 1,
+        .grid_z = 1,
+        .block_x = threads,
+        .block_y = 1,
+        .block_z = 1,
+        .shared_bytes = shared_bytes,
+        .stream = sequence->stream,
+        .attributes = &overlaps,
+        .attribute_count = 1,
+    };
+    return CUDA_CALL(sequence->kernels->device->driver, cuLaunchKernelEx, &config,
+                     sequence->kernels->function[which], parameters, NULL);
+}
 
 static void kernels_next(kernels_sequence_t *sequence, const char *step, uint32_t which,
                          uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
                          void **parameters)
 {
+    blocks = blocks ? blocks : 1;
     if (sequence->status != XP_OK)
         return;
-    sequence->status = kernels_launch(sequence->kernels, which, blocks ? blocks : 1, threads,
-                                      shared_bytes, sequence->stream, parameters);
+    /* What is before the first one, and after the last, knows nothing of waiting. */
+    if (sequence->launched++ && sequence->kernels->overlap)
+        sequence->status =
+            kernels_launch_over(sequence, which, blocks, threads, shared_bytes, parameters);
+    else
+        sequence->status = kernels_launch(sequence->kernels, which, blocks, threads, shared_bytes,
+                                          sequence->stream, parameters);
     if (sequence->watch && sequence->status == XP_OK)
         sequence->watch->queued(sequence->watch->context, step);
 }

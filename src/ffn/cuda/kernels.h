@@ -48,6 +48,9 @@ typedef struct ffn_cuda_kernels {
     cuda_module_t decode, bulk, grouped, few;
     cuda_function_t function[FFN_KERNEL_COUNT];
     uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
+    /* The launches of a bulk layer may begin before those before them have ended: each kernel
+     * waits by itself. Set by the owner before it launches. */
+    bool overlap;
 } ffn_cuda_kernels_t;
 
 /* Loads all kernels and checks that the decode grid fits. XP_UNSUPPORTED: not a device of compute

@@ -160,6 +160,7 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype, uint
     scene.config.piece_rows = 128;
     scene.config.few_rows = few_rows;
     scene.config.few_form = few_rows % 3; /* 0, 1 or 2 */
+    scene.config.overlap = few_rows != 0;
     scene_open(&scene);
     scene_install(&scene, f, 3);
     scene_start(&scene);
@@ -189,6 +190,7 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype, uint
             free(in);
         }
     assert_true(fake_decodes > 0 && fake_bulks > 0 && fake_pieces > 0);
+    assert_int_equal(fake.overlapping > 0, few_rows != 0);
     /* 17, 64 and 65 rows of each layer, by a Capacity of 64 and one of 128; or 17 and 64. */
     assert_int_equal(fake_fews, f->spec.layers * (few_rows == 0 ? 0 : few_rows < 65 ? 2 : 3));
     ffn_cuda_stats_t stats;
