@@ -18,6 +18,7 @@ enum { REPEATS = 7, MAX_LANES = 32, SAMPLES = 2048 };
 typedef struct bench_lanes {
     ffn_cuda_lane_t lane[MAX_LANES];
     cuda_address_t at[MAX_LANES], input[MAX_LANES], output, workspace;
+    cuda_address_t paired[MAX_LANES]; /* the same Lanes, with stages that are copied in pairs */
     uint32_t count;
 } bench_lanes_t;
 
@@ -112,6 +113,7 @@ static void lanes_make(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t count,
     l->output = ffn_kit_alloc(kit, elements * 2);
     for (uint32_t i = 0; i < count; i++) {
         l->at[i] = ffn_kit_alloc(kit, sizeof(ffn_cuda_lane_t));
+        l->paired[i] = ffn_kit_alloc(kit, sizeof(ffn_cuda_lane_t));
         l->input[i] = ffn_kit_alloc(kit, elements * 2);
         ffn_kit_fill(kit, l->input[i], elements, 9000 + i, 1.0f,
                      (ffn_cuda_dtype_t)m->signature.dtype);
@@ -130,6 +132,9 @@ static void lanes_rows(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows)
     for (uint32_t i = 0; i < l->count; i++) {
         l->lane[i].rows = rows;
         ffn_kit_write(kit, l->at[i], &l->lane[i], sizeof(l->lane[i]));
+        ffn_cuda_lane_t paired = l->lane[i];
+        paired.workspace.paired = 1;
+        ffn_kit_write(kit, l->paired[i], &paired, sizeof(paired));
     }
 }
 
@@ -137,6 +142,7 @@ static void lanes_free(ffn_kit_t *kit, bench_lanes_t *l)
 {
     for (uint32_t i = 0; i < l->count; i++) {
         ffn_kit_free(kit, l->at[i]);
+        ffn_kit_free(kit, l->paired[i]);
         ffn_kit_free(kit, l->input[i]);
     }
     ffn_kit_free(kit, l->output);
@@ -601,13 +607,16 @@ static void bench_split(ffn_kit_t *kit)
 /* ---- few rows and bulk, by steps ---------------------------------------------------------------
  */
 /* WAY_FEW and up: the forms of the products of few rows. */
-enum { WAY_BULK, WAY_FEW, WAY_DECODE = WAY_FEW + FFN_FEW_COUNT, WAYS };
-#define WAY_OVERLAP 16u /* added: launches overlap */
+enum { WAY_BULK, WAY_FEW, WAY_DECODE = WAY_FEW + FFN_FEW_COUNT, WAYS = 2 * WAY_DECODE + 3 };
+/* Added: launches overlap; stages are copied in pairs. */
+#define WAY_OVERLAP 16u
+#define WAY_PAIRED  32u
 
 static xp_status_t way_queue(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t way, uint32_t rows,
-                             cuda_address_t lane)
+                             const bench_lanes_t *l, uint32_t index)
 {
-    kit->kernels.overlap = way >= WAY_OVERLAP;
+    const cuda_address_t lane = way & WAY_PAIRED ? l->paired[index] : l->at[index];
+    kit->kernels.overlap = (way & WAY_OVERLAP) != 0;
     way %= WAY_OVERLAP;
     if (way == WAY_DECODE)
         return ffn_cuda_decode(&kit->kernels, lane, kit->stream);
@@ -622,7 +631,7 @@ static cuda_graph_exec_t way_capture(ffn_kit_t *kit, const ffn_kit_model_t *m, b
     cuda_graph_exec_t graph;
     CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
     for (uint32_t i = 0; i < l->count; i++)
-        CHECK_OK(way_queue(kit, m, way, rows, l->at[i]));
+        CHECK_OK(way_queue(kit, m, way, rows, l, i));
     CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
     return graph;
 }
@@ -654,7 +663,7 @@ static void way_output(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lan
     uint16_t *packed = malloc(elements * 2);
     CHECK(packed);
     ffn_kit_set(kit, l->output, 0xff, (uint64_t)elements * 2);
-    CHECK_OK(way_queue(kit, m, way, rows, l->at[0]));
+    CHECK_OK(way_queue(kit, m, way, rows, l, 0));
     ffn_kit_wait(kit, kit->stream);
     ffn_kit_read(kit, l->output, packed, (uint64_t)elements * 2);
     for (uint32_t i = 0; i < elements; i++)
@@ -665,12 +674,12 @@ static void way_output(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lan
 static void way_name(uint32_t way, char *text, size_t size)
 {
     const uint32_t plain = way % WAY_OVERLAP;
-    snprintf(text, size, "%s%s%s",
+    snprintf(text, size, "%s%s%s%s",
              plain == WAY_BULK     ? "bulk"
              : plain == WAY_DECODE ? "decode"
                                    : "few_",
              plain == WAY_BULK || plain == WAY_DECODE ? "" : ffn_cuda_few_names[plain - WAY_FEW],
-             way >= WAY_OVERLAP ? "_overlap" : "");
+             way & WAY_PAIRED ? "_paired" : "", way & WAY_OVERLAP ? "_overlap" : "");
 }
 
 /* The ways to compute so many rows. */
@@ -681,6 +690,8 @@ static uint32_t ways_list(const ffn_cuda_signature_t *s, uint32_t rows, uint32_t
         ways[count++] = way;
         ways[count++] = way + WAY_OVERLAP;
     }
+    ways[count++] = WAY_BULK + WAY_PAIRED;
+    ways[count++] = WAY_BULK + WAY_PAIRED + WAY_OVERLAP;
     if (rows <= ffn_cuda_decode_rows(s))
         ways[count++] = WAY_DECODE;
     return count;
@@ -692,7 +703,7 @@ static void bench_few(ffn_kit_t *kit)
 {
     enum { ROWS = 128, ROUNDS = 9 };
     static const uint32_t counts[] = {17, 24, 32, 48, 64, 128};
-    static double times[2 * WAYS][ROUNDS];
+    static double times[WAYS][ROUNDS];
     const ffn_cuda_signature_t s = signature_moe();
     const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
     float *first = malloc(ROWS * s.hidden * 4), *other = malloc(ROWS * s.hidden * 4);
@@ -703,9 +714,9 @@ static void bench_few(ffn_kit_t *kit)
     lanes_make(kit, &m, 16, ROWS, ROWS, &l);
     for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
         const uint32_t rows = counts[c];
-        uint32_t ways[2 * WAYS];
-        cuda_graph_exec_t graph[2 * WAYS];
-        double error[2 * WAYS] = {0};
+        uint32_t ways[WAYS];
+        cuda_graph_exec_t graph[WAYS];
+        double error[WAYS] = {0};
         lanes_rows(kit, &l, rows);
         const uint32_t count = ways_list(&s, rows, ways);
         for (uint32_t i = 0; i < count; i++) {
@@ -770,7 +781,7 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
                        uint32_t way, bool narrow, cuda_address_t filler, uint64_t filler_bytes)
 {
     static split_watch_t watch;
-    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[2][SPLIT_ROUNDS];
+    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[4][SPLIT_ROUNDS];
     const ffn_cuda_watch_t watched = {split_queued, &watch};
     const char *name = way == WAY_FEW ? "few" : narrow ? "narrow" : "bulk";
     char metric[96], note[160];
@@ -799,12 +810,12 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
                 times[i][(round - 1) * SPLIT_LAYERS + layer] = (double)milliseconds * 1e3;
             }
         }
-    for (uint32_t overlap = 0; overlap < 2; overlap++) {
-        cuda_graph_exec_t graph = way_capture(kit, m, l, way + overlap * WAY_OVERLAP, rows);
+    for (uint32_t n = 0; n < 4; n++) {
+        cuda_graph_exec_t graph = way_capture(kit, m, l, way + n * WAY_OVERLAP, rows);
         for (uint32_t round = 0; round < SPLIT_ROUNDS + 2; round++) {
             begin(kit);
             CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
-            whole[overlap][round < 2 ? 0 : round - 2] = end_us(kit) / l->count;
+            whole[n][round < 2 ? 0 : round - 2] = end_us(kit) / l->count;
         }
         cuda_graph_destroy(&kit->device, graph);
     }
@@ -824,9 +835,13 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
     snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.whole_us", rows, name);
     snprintf(note, sizeof(note), "captured, a layer; the steps above are %.1f us together", sum);
     row(metric, median(whole[0], SPLIT_ROUNDS), "us", NAN, NAN, NULL, note);
-    snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.overlap_us", rows, name);
-    row(metric, median(whole[1], SPLIT_ROUNDS), "us", NAN, NAN, NULL,
-        "the same, with launches that begin before those before them have ended");
+    static const char *const others[4] = {"", "overlap", "paired", "paired_overlap"};
+    for (uint32_t n = 1; n < (way == WAY_BULK ? 4u : 2u); n++) {
+        snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.%s_us", rows, name, others[n]);
+        row(metric, median(whole[n], SPLIT_ROUNDS), "us", NAN, NAN, NULL,
+            "the same; overlap: launches begin before those before them have ended; paired: 256 "
+            "contiguous bytes of each row at once");
+    }
     for (uint32_t i = 0; i < SPLIT_STEPS; i++)
         cuda_event_destroy(&kit->device, watch.event[i]);
 }

@@ -253,8 +253,8 @@ static bool used(const ffnagent_t *self)
     return false;
 }
 
-/* XPOOL_TEST_FEW_ROWS, XPOOL_TEST_OVERLAP and XPOOL_TEST_NARROW compare ways of execution without
- * another build. */
+/* XPOOL_TEST_FEW_ROWS, XPOOL_TEST_OVERLAP, XPOOL_TEST_PAIRED and XPOOL_TEST_NARROW compare ways of
+ * execution without another build. */
 static uint32_t few_rows(void)
 {
     const char *text = getenv("XPOOL_TEST_FEW_ROWS");
@@ -289,6 +289,7 @@ static xp_status_t load_job(void *context)
         .library = true,
         .few_rows = few_rows(),
         .overlap = getenv("XPOOL_TEST_OVERLAP") != NULL,
+        .paired = getenv("XPOOL_TEST_PAIRED") != NULL,
         .narrow = getenv("XPOOL_TEST_NARROW") != NULL,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,
         .cpu = -1};

@@ -525,11 +525,13 @@ static xp_status_t start_lane(ffn_cuda_runtime_t *runtime, uint32_t index)
     ffn_cuda_lane_t lane = {.layers = runtime->dispatch.layers};
     ffn_cuda_workspace_carve(&runtime->limits, own->workspace, &lane.workspace);
     lane.workspace.narrow = runtime->config.narrow;
+    lane.workspace.paired = runtime->config.paired;
     XP_TRY(runtime_write(runtime, own->lane, &lane, sizeof(lane)));
     /* Pieces and their Lane take turns, pieces of all Lanes in the shared workspace as well. */
     if (runtime->shared_at)
         ffn_cuda_workspace_carve(&runtime->shared_limits, runtime->shared_at, &lane.workspace);
     lane.workspace.narrow = runtime->config.narrow;
+    lane.workspace.paired = runtime->config.paired;
     XP_TRY(runtime_write(runtime, own->piece, &lane, sizeof(lane)));
     runtime->dispatch.lanes[index] = (ffn_cuda_dispatch_lane_t){
         .lane = cuda_pointer(own->lane),

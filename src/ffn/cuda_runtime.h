@@ -49,6 +49,7 @@ typedef struct ffn_cuda_config {
                                     ffn_cuda_few(), where it takes them; 0 = by ffn_cuda_bulk() */
     uint32_t few_form;           /* FFN_FEW_...: how; the results are the same */
     bool overlap;                /* ffn_cuda_kernels_t */
+    bool paired;                 /* ffn_cuda_workspace_t */
     bool narrow;                 /* sums of experts' results are over 16-bit values, not FP32 */
     uint32_t records;           /* Invocation records kept for ffn_cuda_runtime_records; 0 = none */
     int32_t cpu;                /* of the host thread; negative = not pinned */

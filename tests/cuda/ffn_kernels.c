@@ -367,14 +367,16 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
 
 /* ---- bulk
  * ---------------------------------------------------------------------------------------- */
-/* narrow: pairs' results in 16 bits before they are added; with launches that overlap. */
-static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow)
+/* narrow: pairs' results in 16 bits before they are added; with launches that overlap. paired:
+ * stages are copied in pairs. */
+static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow, bool paired)
 {
     static const uint32_t counts[] = {0, 1, 17, 64, 129, 700, 2048, 8192};
     const uint32_t most = small ? 129 : (m->signature.hidden <= 512 ? 8192 : 700);
     test_lane_t l;
     lane_make(kit, m, most, most, &l);
     l.lane.workspace.narrow = narrow;
+    l.lane.workspace.paired = paired;
     kit->kernels.overlap = narrow;
     slack = narrow ? 1.6 : 1;
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
@@ -385,7 +387,7 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow)
         CHECK_OK(ffn_cuda_bulk(&kit->kernels, &m->signature, i % 3 ? most : counts[i], 0, l.at,
                                kit->stream));
         ffn_kit_wait(kit, kit->stream);
-        lane_compare(kit, m, &l, 4, narrow ? "bulk, narrow" : "bulk");
+        lane_compare(kit, m, &l, 4, narrow ? "bulk, narrow" : paired ? "bulk, paired" : "bulk");
     }
     slack = 1;
     kit->kernels.overlap = false;
@@ -555,8 +557,8 @@ int main(int count, char **arguments)
             test_resident(&kit, &m, true, i % 2);
         }
         if (wanted(count, arguments, "bulk"))
-            for (uint32_t narrow = 0; narrow < 2; narrow++)
-                test_bulk(&kit, &m, narrow);
+            for (uint32_t way = 0; way < 4; way++)
+                test_bulk(&kit, &m, way % 2, way / 2);
         if (wanted(count, arguments, "few"))
             for (uint32_t form = 0; form < 2 * FFN_FEW_COUNT; form++)
                 test_few(&kit, &m, form / 2, form % 2);

@@ -258,25 +258,23 @@ static __device__ __forceinline__ few_source_t few_source_at(const few_plan_t &p
     return source;
 }
 
-// Starts the copies of a part of the slot whose first step is `step`; past the end there is nothing.
+// Starts the copies of a part of the slot whose first step is `step`; past the end there is nothing. A
+// row's pieces follow each other: memory gives neighbours for less than it gives strangers.
 template <uint32_t STEPS, uint32_t TILES>
 static __device__ __forceinline__ void few_weights_copy(const few_source_t &source, uint32_t to,
                                                         uint32_t step, uint64_t policy)
 {
     const uint32_t l = threadIdx.x % 32;
 #pragma unroll
-    for (uint32_t i = 0; i < STEPS; i++) {
-        const uint32_t at = few_chunk_at(step + i, l);
-        const uint32_t bytes = at < source.item.depth ? 16 : 0; // past the depth: zeros
-        const uint32_t along = bytes ? at * 2 : 0;
-        if ((step + i) * FEW_STEP_DEPTH >= source.item.depth)
-            break;
+    for (uint32_t which = 0; which < 4; which++)
 #pragma unroll
-        for (uint32_t which = 0; which < 4; which++)
-            if (source.have >> which & 1)
-                ptx_copy_sixteen(to + few_slot_at(i, which, TILES, l), source.weights[which] + along,
-                                 bytes, policy);
-    }
+        for (uint32_t i = 0; i < STEPS; i++) {
+            const uint32_t at = few_chunk_at(step + i, l);
+            const uint32_t bytes = at < source.item.depth ? 16 : 0; // past the depth: zeros
+            if ((source.have >> which & 1) && (step + i) * FEW_STEP_DEPTH < source.item.depth)
+                ptx_copy_sixteen(to + few_slot_at(i, which, TILES, l),
+                                 source.weights[which] + (bytes ? at * 2 : 0), bytes, policy);
+        }
 }
 template <uint32_t STEPS, uint32_t TILES>
 static __device__ __forceinline__ void few_rows_copy(const few_source_t &source, uint32_t to,
@@ -284,17 +282,15 @@ static __device__ __forceinline__ void few_rows_copy(const few_source_t &source,
 {
     const uint32_t l = threadIdx.x % 32;
 #pragma unroll
-    for (uint32_t i = 0; i < STEPS; i++) {
-        const uint32_t at = few_chunk_at(step + i, l);
-        const uint32_t bytes = at < source.item.depth ? 16 : 0;
-        const uint32_t along = bytes ? at * 2 : 0;
-        if ((step + i) * FEW_STEP_DEPTH >= source.item.depth)
-            break;
+    for (uint32_t n = 0; n < TILES; n++)
 #pragma unroll
-        for (uint32_t n = 0; n < TILES; n++)
-            if (source.have >> (4 + n) & 1)
-                few_row_copy(to + few_slot_at(i, 4 + n, TILES, l), source.rows[n] + along, bytes);
-    }
+        for (uint32_t i = 0; i < STEPS; i++) {
+            const uint32_t at = few_chunk_at(step + i, l);
+            const uint32_t bytes = at < source.item.depth ? 16 : 0;
+            if ((source.have >> (4 + n) & 1) && (step + i) * FEW_STEP_DEPTH < source.item.depth)
+                few_row_copy(to + few_slot_at(i, 4 + n, TILES, l),
+                             source.rows[n] + (bytes ? at * 2 : 0), bytes);
+        }
 }
 
 // The whole slot, as one group also past the end.
@@ -315,6 +311,7 @@ static __device__ __forceinline__ void few_slot_multiply(const few_source_t &sou
                                                          float (&high)[TILES][4])
 {
     const uint32_t l = threadIdx.x % 32;
+    __syncwarp(); // the tensor cores take all lanes at once
 #pragma unroll
     for (uint32_t i = 0; i < STEPS; i++) {
         uint4 a[4], x[TILES];

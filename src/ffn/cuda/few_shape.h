@@ -9,12 +9,13 @@
 #define FEW_STEP_DEPTH 32u  /* inner dimension of a step: 16 bytes a lane and row */
 
 /* Ways to share a multiprocessor's rings: X(name, warps, steps of a slot). A slot holds 64 bytes of
- * each row a step. Long slots are kind to memory's pages, many warps to its latency: 4.2 TB/s at
- * 1 us need 32 KiB under way a multiprocessor. */
+ * each row a step. Memory opens a page for each row: long slots need fewer of them; many warps bear
+ * its latency better. 4.2 TB/s at 1 us need 32 KiB under way a multiprocessor. */
 #define FEW_FORMS(X)                                                                               \
-    X(8x2, 8, 2)                                                                                   \
     X(6x4, 6, 4)                                                                                   \
-    X(4x4, 4, 4)
+    X(4x4, 4, 4)                                                                                   \
+    X(3x8, 3, 8)                                                                                   \
+    X(8x2, 8, 2)
 #define FEW_CHUNK_BYTES       512u
 #define FEW_SHARED_BYTES      (220u * 1024u)
 #define FEW_RING_BYTES(warps) (FEW_SHARED_BYTES / (warps) / FEW_CHUNK_BYTES * FEW_CHUNK_BYTES)

@@ -125,6 +125,8 @@ typedef struct ffn_cuda_workspace {
     /* Not 0: `products` holds the activations' type. Half the memory traffic of `down` and of the
      * sum, one rounding more. */
     uint32_t narrow;
+    /* Not 0: the grouped products copy two stages at once, 256 contiguous bytes of each row. */
+    uint32_t paired;
 } ffn_cuda_workspace_t;
 
 /* An Executor Lane on this device. */

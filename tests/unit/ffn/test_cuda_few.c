@@ -205,7 +205,7 @@ static void chunk_pair(const float *chunk, uint32_t pair, float out[2])
 /* One item by one warp: what each lane copies, what it reads back, where its sums go. */
 static void item_run(layer_t *l, const form_t *form, const few_plan_t *p, uint32_t number)
 {
-    static float slot[FEW_SLOT_BYTES(4, FEW_TILE_ROWS / 8) / 16][CHUNK];
+    static float slot[FEW_SLOT_BYTES(8, FEW_TILE_ROWS / 8) / 16][CHUNK];
     const uint32_t slot_chunks =
         FEW_SLOT_BYTES(form->steps, few_parts(l->tiles[few_item_at(p, number).tile].rows, 8)) / 16;
     static float low[FEW_TILE_ROWS / 8][LANES][4], high[FEW_TILE_ROWS / 8][LANES][4];
