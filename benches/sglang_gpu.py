@@ -421,6 +421,10 @@ def latency_of(run, name):
         words = "decode only" if prefill else "prefill included"
         rows = cell_rows(metric, plain, ours, replayed.layer(prefill, rounds), replayed.layers, words)
         rows[RATIO]["note"] += f"; FFN calls: {replayed.words()}"
+        if prefill:
+            with Replayed(run, name, since=replayed) as alone:
+                burst(fleet.instances[name], batch, context, 1, "prefill alone")
+            rows += prefill_rows(metric, alone.layer(), alone.layers)
         book.add(*rows)
     ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and r["value"]}
     worst = max(ratios, key=ratios.get)
@@ -446,6 +450,16 @@ def cell_rows(metric, plain, ours, layer, layers, steps):
     rest = rows[0]["value"] * 1e3 - layers * layer.get("round_trip", execution + waiting)
     rows.append(results.row(f"{metric}.split.attention_us", rest, "us",
                             note="a token: TBT P50 less all layers' " + ("round trips" if "round_trip" in layer else "execution and waiting; hops are in it")))
+    return rows
+
+
+def prefill_rows(metric, layer, layers):
+    """Where a layer of prefill is; put and take of the rows are not in it."""
+    words = f"a layer of prefill, mean of {layer['calls']} Invocations; {layers} layers a chunk"
+    rows = [results.row(f"{metric}.prefill.{part}_us", layer[part], "us", note=words) for part in ("execution", "waiting")]
+    if "round_trip" in layer:
+        hops = layer["round_trip"] - layer["execution"] - layer["waiting"]
+        rows.append(results.row(f"{metric}.prefill.hops_us", hops, "us", note="host, scheduler and words on the way, " + words))
     return rows
 
 

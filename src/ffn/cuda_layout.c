@@ -9,8 +9,9 @@
 #include "ffn/dummy.h"
 #include "model/digest.h"
 
-#define LAYOUT_PIECE_UNIT FFN_CUDA_TILE_ROWS
-#define LAYOUT_PIECE_MOST 4096u
+#define LAYOUT_PIECE_UNIT  FFN_CUDA_TILE_ROWS
+#define LAYOUT_PIECE_MOST  4096u /* dense */
+#define LAYOUT_EXPERT_ROWS 8192u
 
 static uint32_t layout_pad(uint32_t width)
 {
@@ -237,7 +238,7 @@ uint32_t cuda_layout_piece_rows(const ffn_cuda_signature_t *s, uint32_t max_rows
     /* Every piece streams the experts once more: it is as large as may be, and its launches are
      * shares of the products (ffn_cuda_bulk). */
     if (s->experts)
-        return LAYOUT_PIECE_MOST < max_rows ? LAYOUT_PIECE_MOST : max_rows;
+        return LAYOUT_EXPERT_ROWS < max_rows ? LAYOUT_EXPERT_ROWS : max_rows;
     /* The larger of the two launches is gate and up. */
     const uint64_t macs = 2 * (uint64_t)s->intermediate * s->hidden;
     uint64_t rows = (uint64_t)FFN_CUDA_MACS_NS * FFN_CUDA_PIECE_NS / (macs ? macs : 1);

@@ -56,6 +56,7 @@ uint32_t cuda_layout_parts(const model_ffn_t *ffn);
 void cuda_layout_tables(const cuda_layout_t *layout, const model_spec_t *spec, const uint64_t *base,
                         ffn_cuda_layer_t *layers, ffn_cuda_part_t *parts);
 
-/* Rows of one piece of bulk work: no launch of it takes much more than FFN_CUDA_PIECE_NS. */
+/* Rows of one piece of bulk work. Dense: no launch of it takes much more than FFN_CUDA_PIECE_NS;
+ * the launches of a piece of experts are shares of it. */
 uint32_t cuda_layout_piece_rows(const ffn_cuda_signature_t *signature, uint32_t max_rows);
 #endif

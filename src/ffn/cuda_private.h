@@ -17,8 +17,11 @@
 
 #define CUDA_MAX_SIGNATURES 64
 #define CUDA_MAX_CAPACITIES 12
-#define CUDA_UPLOAD_BYTES   ((uint64_t)256 << 10)
-#define CUDA_LIMIT_NS       (10 * XP_NS_PER_S) /* for one step of starting */
+/* Most rows of bulk work in a Lane's own workspace. Larger Invocations take turns in one workspace,
+ * in the order of the bulk stream, so that pieces can be large without a large workspace a Lane. */
+#define CUDA_OWN_ROWS     1024u
+#define CUDA_UPLOAD_BYTES ((uint64_t)256 << 10)
+#define CUDA_LIMIT_NS     (10 * XP_NS_PER_S) /* for one step of starting */
 
 enum {
     DISPATCH_GATHER = 0,
@@ -90,9 +93,10 @@ struct ffn_cuda_runtime {
     cuda_address_t usage_at;   /* counters of chosen experts, in `tables` */
     void *usage;               /* pinned: a model's of them, under stats_lock; or NULL */
     cuda_address_t library_at; /* scratch of the library's products */
+    cuda_address_t shared_at;  /* workspace of what has more rows than CUDA_OWN_ROWS; or 0 */
     cuda_lane_t lane[FFN_CUDA_MAX_LANES];
-    ffn_cuda_dispatch_t dispatch; /* host copy */
-    ffn_cuda_limits_t limits;
+    ffn_cuda_dispatch_t dispatch;            /* host copy */
+    ffn_cuda_limits_t limits, shared_limits; /* of a Lane's own workspace; of the shared one */
     cuda_model_t model[FFN_CUDA_MAX_MODELS];
     cuda_template_t template[CUDA_MAX_SIGNATURES];
     uint32_t templates, layers, captured;
@@ -132,6 +136,9 @@ uint64_t cuda_template_bytes(const ffn_cuda_config_t *config,
                              const ffn_cuda_signature_t *signature);
 /* Index of the smallest Capacity that holds `rows`. */
 uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows);
+/* Whether such a Capacity's products are pieces in the workspace that all Lanes share. */
+bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
+                          uint32_t capacity_rows);
 xp_status_t cuda_template_capture(ffn_cuda_runtime_t *runtime, uint32_t index);
 void cuda_template_release(ffn_cuda_runtime_t *runtime, uint32_t index);
 /* The launches around products, for a stream that captures or not. */

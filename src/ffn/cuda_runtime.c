@@ -125,6 +125,7 @@ static xp_status_t create_device(ffn_cuda_runtime_t *runtime)
     cuda_stream_t *const streams[] = {&runtime->control, &runtime->decode, &runtime->bulk,
                                       &runtime->resident, &runtime->watch};
     XP_TRY(ffn_cuda_kernels_load(device, blocks, &runtime->kernels));
+    runtime->kernels.overlap = runtime->config.overlap;
     XP_TRY(cuda_module_load(device, &cuda_image_ffn_dispatch, dispatch_names, DISPATCH_KERNELS,
                             &runtime->module, runtime->function));
     for (uint32_t i = 0; i < 5; i++)
@@ -487,13 +488,19 @@ done:
     return status;
 }
 
-/* One Lane after the other, then the library's scratch. */
-static uint64_t lanes_carve(const ffn_cuda_limits_t *limits, uint32_t lanes, uint32_t buffer_rows,
-                            uint64_t library_bytes, cuda_address_t base, cuda_lane_t *lane,
+/* What the Lanes' memory must hold: a workspace each, and one that they share. */
+typedef struct lanes_shape {
+    ffn_cuda_limits_t own, shared; /* shared.bulk_rows 0: there is none */
+    uint64_t library_bytes;
+} lanes_shape_t;
+
+/* One Lane after the other, then the workspace that they share, then the library's scratch. */
+static uint64_t lanes_carve(const lanes_shape_t *shape, uint32_t lanes, uint32_t buffer_rows,
+                            cuda_address_t base, cuda_lane_t *lane, cuda_address_t *shared_out,
                             cuda_address_t *library_out)
 {
     runtime_carve_t carve = {.base = base};
-    const uint64_t rows_bytes = (uint64_t)buffer_rows * limits->hidden * 2;
+    const uint64_t rows_bytes = (uint64_t)buffer_rows * shape->own.hidden * 2;
     for (uint32_t i = 0; i < lanes; i++) {
         lane[i].lane = runtime_take(&carve, sizeof(ffn_cuda_lane_t));
         lane[i].piece = runtime_take(&carve, sizeof(ffn_cuda_lane_t));
@@ -502,19 +509,27 @@ static uint64_t lanes_carve(const ffn_cuda_limits_t *limits, uint32_t lanes, uin
         lane[i].done = runtime_take(&carve, sizeof(uint64_t));
         lane[i].input = rows_bytes ? runtime_take(&carve, rows_bytes) : 0;
         lane[i].output = rows_bytes ? runtime_take(&carve, rows_bytes) : 0;
-        lane[i].workspace = runtime_take(&carve, ffn_cuda_workspace_bytes(limits));
+        lane[i].workspace = runtime_take(&carve, ffn_cuda_workspace_bytes(&shape->own));
     }
-    *library_out = library_bytes ? runtime_take(&carve, library_bytes) : 0;
+    *shared_out = shape->shared.bulk_rows
+                      ? runtime_take(&carve, ffn_cuda_workspace_bytes(&shape->shared))
+                      : 0;
+    *library_out = shape->library_bytes ? runtime_take(&carve, shape->library_bytes) : 0;
     return carve.used;
 }
 
-/* What a Lane's workspace must hold for these signatures. */
-static void limits_add(ffn_cuda_limits_t *limits, const ffn_cuda_signature_t *signature,
-                       uint32_t piece_rows)
+/* What the workspaces must hold for these signatures too. */
+static void lanes_add(lanes_shape_t *shape, const ffn_cuda_signature_t *signature,
+                      uint32_t piece_rows)
 {
-    ffn_cuda_limits_add(limits, signature);
-    if (limits->bulk_rows < piece_rows)
-        limits->bulk_rows = piece_rows;
+    const uint32_t own = piece_rows < CUDA_OWN_ROWS ? piece_rows : CUDA_OWN_ROWS;
+    ffn_cuda_limits_add(&shape->own, signature);
+    ffn_cuda_limits_add(&shape->shared, signature);
+    shape->shared.decode_rows = shape->shared.decode_elements = 0;
+    if (shape->own.bulk_rows < own)
+        shape->own.bulk_rows = own;
+    if (piece_rows > CUDA_OWN_ROWS && shape->shared.bulk_rows < piece_rows)
+        shape->shared.bulk_rows = piece_rows;
 }
 
 static xp_status_t start_library(ffn_cuda_runtime_t *runtime, uint64_t *bytes_out)
@@ -537,8 +552,14 @@ static xp_status_t start_lane(ffn_cuda_runtime_t *runtime, uint32_t index)
     const cuda_lane_t *own = &runtime->lane[index];
     ffn_cuda_lane_t lane = {.layers = runtime->dispatch.layers};
     ffn_cuda_workspace_carve(&runtime->limits, own->workspace, &lane.workspace);
+    lane.workspace.narrow = runtime->config.narrow;
+    lane.workspace.paired = runtime->config.paired;
     XP_TRY(runtime_write(runtime, own->lane, &lane, sizeof(lane)));
-    /* A piece computes in the same workspace; pieces and their Lane take turns. */
+    /* Pieces and their Lane take turns, pieces of all Lanes in the shared workspace as well. */
+    if (runtime->shared_at)
+        ffn_cuda_workspace_carve(&runtime->shared_limits, runtime->shared_at, &lane.workspace);
+    lane.workspace.narrow = runtime->config.narrow;
+    lane.workspace.paired = runtime->config.paired;
     XP_TRY(runtime_write(runtime, own->piece, &lane, sizeof(lane)));
     runtime->dispatch.lanes[index] = (ffn_cuda_dispatch_lane_t){
         .lane = cuda_pointer(own->lane),
@@ -553,18 +574,19 @@ static xp_status_t start_lane(ffn_cuda_runtime_t *runtime, uint32_t index)
 static xp_status_t start_lanes(ffn_cuda_runtime_t *runtime)
 {
     const ffn_cuda_config_t *config = &runtime->config;
-    uint64_t library_bytes;
+    lanes_shape_t shape = {0};
     for (uint32_t t = 0; t < runtime->templates; t++)
-        limits_add(&runtime->limits, &runtime->template[t].signature,
-                   runtime->template[t].piece_rows);
-    XP_TRY(start_library(runtime, &library_bytes));
-    const uint64_t bytes = lanes_carve(&runtime->limits, config->lanes, config->buffer_rows,
-                                       library_bytes, 0, runtime->lane, &runtime->library_at);
+        lanes_add(&shape, &runtime->template[t].signature, runtime->template[t].piece_rows);
+    runtime->limits = shape.own;
+    runtime->shared_limits = shape.shared;
+    XP_TRY(start_library(runtime, &shape.library_bytes));
+    const uint64_t bytes = lanes_carve(&shape, config->lanes, config->buffer_rows, 0, runtime->lane,
+                                       &runtime->shared_at, &runtime->library_at);
     XP_TRY(runtime_admit(runtime, cuda_vmm_round_up(runtime->device, bytes), "the Executor Lanes"));
     XP_TRY(cuda_block_create(runtime->device, bytes, &runtime->lanes));
     XP_TRY(runtime_zero(runtime, &runtime->lanes));
-    lanes_carve(&runtime->limits, config->lanes, config->buffer_rows, library_bytes,
-                runtime->lanes.address, runtime->lane, &runtime->library_at);
+    lanes_carve(&shape, config->lanes, config->buffer_rows, runtime->lanes.address, runtime->lane,
+                &runtime->shared_at, &runtime->library_at);
     for (uint32_t i = 0; i < config->lanes; i++)
         XP_TRY(start_lane(runtime, i));
     return XP_OK;
@@ -575,7 +597,10 @@ static xp_status_t start_lanes(ffn_cuda_runtime_t *runtime)
 static xp_status_t start_warm(ffn_cuda_runtime_t *runtime)
 {
     ffn_cuda_workspace_t workspace;
-    ffn_cuda_workspace_carve(&runtime->limits, runtime->lane[0].workspace, &workspace);
+    if (runtime->shared_at)
+        ffn_cuda_workspace_carve(&runtime->shared_limits, runtime->shared_at, &workspace);
+    else
+        ffn_cuda_workspace_carve(&runtime->limits, runtime->lane[0].workspace, &workspace);
     for (uint32_t l = 0; l < runtime->layers; l++) {
         cuda_template_t *template = &runtime->template[runtime->layer_template[l]];
         if (!template->plan || template->warm)
@@ -817,14 +842,16 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
                                    ffn_cuda_ledger_t *ledger_out)
 {
     ffn_cuda_ledger_t ledger = {0};
-    ffn_cuda_limits_t limits = {0};
+    lanes_shape_t memory = {0};
     uint32_t layers = 0, parts = 0, templates = 0;
-    uint64_t library_bytes = 0, usage_bytes = 0;
+    uint64_t usage_bytes = 0;
     ffn_cuda_signature_t seen[CUDA_MAX_SIGNATURES];
-    const ffn_cuda_config_t config = {.lanes = lanes, .max_rows = max_rows};
+    /* With the one Capacity more that products of few rows may have. */
+    const ffn_cuda_config_t config = {
+        .lanes = lanes, .max_rows = max_rows, .few_rows = FEW_ROWS_MOST};
     cuda_lane_t *lane = calloc(lanes ? lanes : 1, sizeof(*lane));
     ffn_cuda_runtime_t *shape = calloc(1, sizeof(*shape));
-    cuda_address_t unused;
+    cuda_address_t unused[2];
     xp_status_t status = XP_OK;
     if (!lane || !shape) {
         status = xp_fail(XP_NO_MEMORY, "no memory for a ledger of %u Lanes", lanes);
@@ -839,7 +866,7 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
             parts += cuda_layout_parts(&specs[m]->ffn[l]);
             usage_bytes += ffn_cuda_usage_bytes(signature.experts);
             const uint32_t piece = cuda_layout_piece_rows(&signature, max_rows);
-            limits_add(&limits, &signature, piece);
+            lanes_add(&memory, &signature, piece);
             uint32_t t = 0;
             while (t < templates && memcmp(&seen[t], &signature, sizeof(signature)))
                 t++;
@@ -849,14 +876,14 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
             }
             if (library && !signature.experts) {
                 const uint64_t bytes = ffn_library_scratch_bound(&signature, piece);
-                library_bytes = library_bytes < bytes ? bytes : library_bytes;
+                memory.library_bytes = memory.library_bytes < bytes ? bytes : memory.library_bytes;
             }
         }
     }
     ledger.table_bytes = runtime_granules(runtime_carve_words(shape, 0)) +
                          runtime_granules(tables_bytes(layers, parts, usage_bytes));
-    const uint64_t all = lanes_carve(&limits, lanes, buffer_rows, library_bytes, 0, lane, &unused);
-    ledger.lane_bytes = (uint64_t)lanes * 2 * buffer_rows * limits.hidden * 2;
+    const uint64_t all = lanes_carve(&memory, lanes, buffer_rows, 0, lane, &unused[0], &unused[1]);
+    ledger.lane_bytes = (uint64_t)lanes * 2 * buffer_rows * memory.own.hidden * 2;
     ledger.workspace_bytes = runtime_granules(all) - ledger.lane_bytes;
     *ledger_out = ledger;
 done:

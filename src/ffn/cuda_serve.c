@@ -165,9 +165,12 @@ static xp_status_t serve_fire(ffn_cuda_runtime_t *runtime, const ffn_cuda_reques
     if (template->plan && request->rows >= template->piece_rows)
         return serve_library(runtime, index, request);
     const uint32_t capacity = cuda_template_capacity(template, request->rows);
+    /* What computes in the shared workspace keeps the order of one stream. */
+    const bool urgent =
+        request->urgent && !cuda_template_shares(runtime, template, template->capacity[capacity]);
     serve_count(runtime, 1);
     return cuda_graph_launch(runtime->device, template->exec[capacity][request->lane],
-                             request->urgent ? runtime->decode : runtime->bulk);
+                             urgent ? runtime->decode : runtime->bulk);
 }
 
 /* Most rows that the resident kernel takes of the model that the layer is of. */

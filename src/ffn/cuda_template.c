@@ -5,9 +5,9 @@
  *   gather inputs -> products -> publish
  *
  * whose launches read layer, rows and addresses from the Lane. Up to ffn_cuda_streamed_rows() rows
- * the products are the decode kernel; above, the grouped products in pieces of piece_rows rows, so
- * that the urgent stream gets its turn between two launches. Captured by the owner, before the host
- * thread starts.
+ * the products are the decode kernel; above, up to few_rows of the configuration, those of few
+ * rows; then the grouped products in pieces of piece_rows rows, so that the urgent stream gets its
+ * turn between two launches. Captured by the owner, before the host thread starts.
  */
 #include "ffn/cuda_private.h"
 
@@ -30,7 +30,11 @@ void cuda_template_plan(const ffn_cuda_config_t *config, const ffn_cuda_signatur
     uint32_t rows = ffn_cuda_streamed_rows(signature);
     template_out->capacity[template_out->capacities++] = rows;
     while (rows < config->max_rows) {
+        const uint32_t before = rows;
         rows = rows < TEMPLATE_FIRST ? TEMPLATE_FIRST : rows * TEMPLATE_STEP;
+        /* The largest of few rows is a Capacity of its own. */
+        if (before < config->few_rows && rows > config->few_rows)
+            rows = config->few_rows;
         /* The last one but one would be large already: then the largest takes its rows too. */
         if (rows > config->max_rows || template_out->capacities + 1 == CUDA_MAX_CAPACITIES)
             rows = config->max_rows;
@@ -44,6 +48,17 @@ uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows)
     while (c + 1 < template->capacities && template->capacity[c] < rows)
         c++;
     return c;
+}
+
+static bool template_pieces(const cuda_template_t *template, uint32_t rows)
+{
+    return rows > template->piece_rows || rows > CUDA_OWN_ROWS;
+}
+
+bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
+                          uint32_t capacity_rows)
+{
+    return runtime->shared_at && template_pieces(template, capacity_rows);
 }
 
 uint64_t cuda_template_bytes(const ffn_cuda_config_t *config, const ffn_cuda_signature_t *signature)
@@ -118,7 +133,12 @@ static xp_status_t template_products(ffn_cuda_runtime_t *runtime, const cuda_tem
     const cuda_address_t at = runtime->lane[lane].lane;
     if (capacity == 0 && !runtime->config.shared_role)
         return ffn_cuda_decode(&runtime->kernels, at, stream);
-    if (rows <= template->piece_rows)
+    const bool pieces = template_pieces(template, rows);
+    if (!pieces && rows <= runtime->config.few_rows &&
+        rows <= ffn_cuda_few_rows(&template->signature))
+        return ffn_cuda_few(&runtime->kernels, &template->signature, runtime->config.few_form, rows,
+                            runtime->config.bulk_blocks, at, stream);
+    if (!pieces)
         return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows,
                              runtime->config.bulk_blocks, at, stream);
     for (uint32_t first = 0; first < rows; first += template->piece_rows) {

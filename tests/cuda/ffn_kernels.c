@@ -3,7 +3,7 @@
  * The FFN kernels against the CPU reference, for many shapes: decode (launch, captured graph,
  * resident), bulk, cuBLASLt, sums of partials.
  *
- * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [padded] [library] [reduce]
+ * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [few] [padded] [library] [reduce]
  * small: few rows and shapes, for compute-sanitizer. No group named: all of them. Every case runs,
  * also after one that failed.
  */
@@ -93,7 +93,7 @@ static void lane_row(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_lane_t
 static bool reference_row(const ffn_kit_model_t *m, uint32_t layer, uint64_t seed, uint32_t row,
                           float *want)
 {
-    enum { PLACES = 2048 };
+    enum { PLACES = 4096 };
     static struct {
         uint64_t model, seed;
         uint32_t layer, row;
@@ -367,12 +367,18 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
 
 /* ---- bulk
  * ---------------------------------------------------------------------------------------- */
-static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
+/* narrow: pairs' results in 16 bits before they are added; with launches that overlap. paired:
+ * stages are copied in pairs. */
+static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow, bool paired)
 {
     static const uint32_t counts[] = {0, 1, 17, 64, 129, 700, 2048, 8192};
     const uint32_t most = small ? 129 : (m->signature.hidden <= 512 ? 8192 : 700);
     test_lane_t l;
     lane_make(kit, m, most, most, &l);
+    l.lane.workspace.narrow = narrow;
+    l.lane.workspace.paired = paired;
+    kit->kernels.overlap = narrow;
+    slack = narrow ? 1.6 : 1;
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         if (counts[i] > most)
             break;
@@ -381,8 +387,74 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
         CHECK_OK(ffn_cuda_bulk(&kit->kernels, &m->signature, i % 3 ? most : counts[i], 0, l.at,
                                kit->stream));
         ffn_kit_wait(kit, kit->stream);
-        lane_compare(kit, m, &l, 4, "bulk");
+        lane_compare(kit, m, &l, 4, narrow ? "bulk, narrow" : paired ? "bulk, paired" : "bulk");
     }
+    slack = 1;
+    kit->kernels.overlap = false;
+    lane_free(kit, &l);
+}
+
+/* The products of few rows, as a row gets them with any others. */
+static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form, bool overlap)
+{
+    static const uint32_t counts[] = {0, 1, 8, 17, 24, 32, 33, 48, 64, 97, 128};
+    const uint32_t hidden = m->signature.hidden;
+    const uint32_t most = small ? 33 : ffn_cuda_few_rows(&m->signature);
+    char what[64];
+    test_lane_t l;
+    if (ffn_cuda_few_rows(&m->signature) == 0)
+        return;
+    snprintf(what, sizeof(what), "few rows, %s%s", ffn_cuda_few_names[form],
+             overlap ? ", overlapping" : "");
+    kit->kernels.overlap = overlap;
+    lane_make(kit, m, most, most, &l);
+    uint16_t *all = malloc(hidden * 2 * most), *some = malloc(hidden * 2 * 3);
+    CHECK(all && some);
+    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]) && counts[i] <= most; i++) {
+        lane_set(kit, m, &l, i % m->layers, counts[i], i % 2, 800 + i);
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, i % 3 ? most : counts[i],
+                              i % 4 * 11, l.at, kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        lane_compare(kit, m, &l, 4, what);
+    }
+    /* A row gives the same bits among others, and with other blocks. */
+    lane_set(kit, m, &l, 0, most, false, 899);
+    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, most, 0, l.at, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    ffn_kit_read(kit, l.output, all, hidden * 2 * most);
+    for (uint32_t row = 0; row + 3 <= most; row += 29) {
+        l.lane.input = (void *)(uintptr_t)(l.input + (uint64_t)row * hidden * 2);
+        l.lane.rows = 3;
+        ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, 64 < most ? 64 : most, 7 + row,
+                              l.at, kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        ffn_kit_read(kit, l.output, some, hidden * 2 * 3);
+        if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
+            printf("failed: %s: hidden %u width %u experts %u: rows from %u alone have other "
+                   "bits\n",
+                   what, hidden, m->signature.intermediate, m->signature.experts, row);
+            failed++;
+        }
+    }
+    /* Captured once, fired for other layers and rows; two layers a graph, one after the other. */
+    cuda_graph_exec_t graph;
+    l.lane.input = (void *)(uintptr_t)l.input;
+    CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
+    for (uint32_t i = 0; i < 2; i++)
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, most, 0, l.at, kit->stream));
+    CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
+    for (uint32_t i = 0; i < 3; i++) {
+        lane_set(kit, m, &l, i % m->layers, most - i * 11, false, 900 + i);
+        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        lane_compare(kit, m, &l, 2, what);
+    }
+    cuda_graph_destroy(&kit->device, graph);
+    kit->kernels.overlap = false;
+    free(some);
+    free(all);
     lane_free(kit, &l);
 }
 
@@ -474,12 +546,15 @@ static void padded_fresh(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t
 }
 
 static void padded_graph(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one,
-                         uint32_t bulk_rows, const char *what)
+                         uint32_t bulk_rows, bool few, const char *what)
 {
     cuda_graph_exec_t graph;
     padded_fresh(kit, m, one);
     CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
-    if (bulk_rows)
+    if (few)
+        CHECK_OK(
+            ffn_cuda_few(&kit->kernels, &m->signature, 0, bulk_rows, 0, one->lane.at, kit->stream));
+    else if (bulk_rows)
         CHECK_OK(
             ffn_cuda_bulk(&kit->kernels, &m->signature, bulk_rows, 0, one->lane.at, kit->stream));
     else
@@ -519,10 +594,13 @@ static void test_padded(ffn_kit_t *kit, const ffn_kit_model_t *m)
     lane_make(kit, m, PADDED_CAPACITY, PADDED_CAPACITY, &one.lane);
     one.lane.seed = padded_seed(m);
     padded_take_out(kit, m, &one);
-    padded_graph(kit, m, &one, 0, "padded rows, decode graph");
+    padded_graph(kit, m, &one, 0, false, "padded rows, decode graph");
     padded_resident(kit, m, &one);
     for (uint32_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++)
-        padded_graph(kit, m, &one, capacities[i], "padded rows, bulk graph");
+        padded_graph(kit, m, &one, capacities[i], false, "padded rows, bulk graph");
+    for (uint32_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++)
+        if (capacities[i] <= ffn_cuda_few_rows(&m->signature))
+            padded_graph(kit, m, &one, capacities[i], true, "padded rows, graph of few rows");
     printf("padded rows: experts %u top %u: %u live rows read %u experts; %u more would be read "
            "with the %u padded ones\n",
            m->signature.experts, m->signature.top_k, PADDED_LIVE, one.distinct, one.absent,
@@ -630,7 +708,11 @@ int main(int count, char **arguments)
             test_resident(&kit, &m, true, i % 2);
         }
         if (wanted(count, arguments, "bulk"))
-            test_bulk(&kit, &m);
+            for (uint32_t way = 0; way < 4; way++)
+                test_bulk(&kit, &m, way % 2, way / 2);
+        if (wanted(count, arguments, "few"))
+            for (uint32_t form = 0; form < 2 * FFN_FEW_COUNT; form++)
+                test_few(&kit, &m, form / 2, form % 2);
         if (wanted(count, arguments, "padded") && s->experts)
             test_padded(&kit, &m);
         if (wanted(count, arguments, "library") && s->experts == 0)

@@ -4,10 +4,10 @@
  * against the CPU runtime, models of real size with dummy weights against sampled reference rows,
  * steady decoding without host launches, decode beside bulk, weights that survive.
  *
- * usage: cuda_ffn_runtime [plan] [families] [real] [mixed] [load] [library]
+ * usage: cuda_ffn_runtime [plan] [families] [real] [mixed] [load] [library] [bulk]
  *
- * Without arguments all but `plan`, which needs no GPU: it prints what the models of real size
- * take.
+ * Without arguments all but `bulk`, which measures only, and `plan`, which needs no GPU: it prints
+ * what the models of real size take.
  */
 #include <math.h>
 #include <string.h>
@@ -31,6 +31,7 @@ CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 #define READERS      8u
 #define DECODE_COUNT 2000u
 
+static uint32_t few_rows; /* of the next scene */
 static uint32_t cases, failed, compared, unfair;
 static double worst;
 
@@ -69,6 +70,7 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         .max_rows = max_rows,
         .resident = resident,
         .library = library,
+        .few_rows = few_rows,
         .records = 4096,
         .cpu = -1,
         .failed = scene_failed,
@@ -662,6 +664,93 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
     xp_pool_destroy(pool);
 }
 
+/* ---- the path of bulk work -------------------------------------------------------------------
+ */
+enum { BULK_COUNT = 24 };
+
+/* The executions among the latest records with that many rows, ascending, microseconds. */
+static uint32_t bulk_records(scene_t *scene, uint32_t rows, double *us_out)
+{
+    static ffn_cuda_record_t records[4096];
+    uint32_t samples[BULK_COUNT], kept = 0;
+    uint64_t skipped;
+    const uint32_t count = ffn_cuda_runtime_records(scene->runtime, records, 4096, &skipped);
+    for (uint32_t i = 0; i < count && kept < BULK_COUNT; i++)
+        if (records[i].rows == rows && !records[i].resident)
+            samples[kept++] = (uint32_t)records[i].duration_ns;
+    qsort(samples, kept, sizeof(samples[0]), compare_samples);
+    for (uint32_t i = 0; i < kept; i++)
+        us_out[i] = samples[i] / 1e3;
+    return kept;
+}
+
+/* What lies between the scheduler's post and its `done`: the executables' own time by their
+ * records, and what is left for ring, host thread, graph launch and the last word. */
+static void bulk_run(scene_t *scene, uint32_t model, uint32_t rows)
+{
+    char metric[128], note[256];
+    double execution[BULK_COUNT];
+    uint32_t samples[BULK_COUNT];
+    const ffn_order_t order = {
+        .model = model,
+        .layers = 6,
+        .rows = rows,
+        .count = BULK_COUNT,
+        .urgent = rows <= 64, /* as the scheduler says of decoding */
+        .input = (void *)(uintptr_t)scene->input[1],
+        .output = (void *)(uintptr_t)scene->output[1],
+    };
+    scene_lease(scene);
+    bulk_records(scene, rows, execution); /* what was before */
+    scene_post(scene, 1, &order);
+    scene_wait(scene, 1);
+    memcpy(samples, scene->page->line[1].samples, sizeof(samples));
+    const double first = samples[0] / 1e3;
+    qsort(samples, BULK_COUNT, sizeof(samples[0]), compare_samples);
+    const double whole = samples[BULK_COUNT / 2] / 1e3;
+    /* The last record is written after `done`. */
+    const uint64_t limit = xp_monotonic_ns() + WAIT_NS;
+    uint32_t kept = 0;
+    while (kept < BULK_COUNT) {
+        kept += bulk_records(scene, rows, execution + kept);
+        CHECK(xp_monotonic_ns() < limit);
+        if (kept < BULK_COUNT)
+            usleep(1000);
+    }
+    const double median = execution[BULK_COUNT / 2];
+    const char *name = few_rows && rows <= few_rows ? "few" : "bulk";
+    snprintf(note, sizeof(note),
+             "%u rows of %s, layers in turn, P50 of %u; %u to %u rows by ffn_cuda_few", rows,
+             real_models[model].name, BULK_COUNT, few_rows ? 17 : 0, few_rows);
+    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.post_to_done_us", name, rows);
+    print_row(metric, whole, "us", note);
+    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.execution_us", name, rows);
+    print_row(metric, median, "us", note);
+    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.host_us", name, rows);
+    print_row(metric, whole - median, "us", note);
+    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.ends_lease_us", name, rows);
+    print_row(metric, first - whole, "us",
+              "the first one, while the resident kernel has its lease");
+}
+
+static void test_bulk(ffn_kit_t *kit)
+{
+    static const uint32_t counts[] = {17, 32, 64, 128, 512, 1024, 4096, MOST_ROWS};
+    enum { MODEL = 1 }; /* qwen3-30b-a3b */
+    for (few_rows = 0; few_rows <= 128; few_rows += 128) {
+        scene_t scene;
+        scene_open(kit, MOST_ROWS, 2048, true, false, &scene);
+        real_install(&scene, MODEL, NULL);
+        ffn_kit_fill(kit, scene.input[1], (uint64_t)MOST_ROWS * 2048, 31, 1, FFN_CUDA_BF16);
+        scene_start(&scene);
+        for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++)
+            if (few_rows == 0 || counts[i] <= few_rows)
+                bulk_run(&scene, MODEL, counts[i]);
+        scene_close(&scene);
+    }
+    few_rows = 0;
+}
+
 /* ---- loading ---------------------------------------------------------------------------------
  */
 static void test_load(ffn_kit_t *kit)
@@ -762,6 +851,8 @@ int main(int count, char **arguments)
                    mixed = wanted(count, arguments, "mixed");
         if (real || mixed)
             test_real(&kit, real, mixed, false);
+        if (count > 1 && wanted(count, arguments, "bulk"))
+            test_bulk(&kit);
         if (wanted(count, arguments, "library"))
             test_real(&kit, true, true, true);
         if (wanted(count, arguments, "load"))

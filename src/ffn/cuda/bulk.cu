@@ -9,6 +9,7 @@
 #include "ffn/cuda/tables.h"
 #include "ffn/cuda/ptx.cuh"
 #include "ffn/cuda/route.cuh"
+#include "ffn/cuda/router.cuh"
 #include "ffn/cuda/bulk_shape.h"
 #include "ffn/cuda/usage.h"
 
@@ -21,55 +22,14 @@ static __device__ __forceinline__ const ffn_cuda_layer_t *lane_layer(const ffn_c
 extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_begin(
     const ffn_cuda_lane_t *lane)
 {
+    ptx_launch_wait();
+    ptx_launch_next();
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t experts = lane_layer(lane)->signature->experts;
     for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
         w.counts[e] = 0;
         w.filled[e] = 0;
     }
-}
-
-// Router weights in FP32 are cut into three pieces of the activations' type whose products are exact,
-// so that the logits are as good as FP32 ones; pieces are scaled so that FP16 does not lose the last.
-template <typename T> static __device__ __forceinline__ float piece_scale();
-template <> __device__ __forceinline__ float piece_scale<__nv_bfloat16>()
-{
-    return 1.0f;
-}
-template <> __device__ __forceinline__ float piece_scale<__half>()
-{
-    return 256.0f;
-}
-template <typename T> static __device__ __forceinline__ float piece_back(uint32_t pair, int i)
-{
-    const float2 two = ptx_unpack<T>(pair);
-    return i ? two.y : two.x;
-}
-
-template <typename T, int PIECES>
-static __device__ __forceinline__ void router_weights(const char *router, uint64_t at,
-                                                      uint32_t (&pieces)[PIECES][4])
-{
-    if (PIECES == 1) {
-        const uint4 packed = __ldg((const uint4 *)(router + at * 2));
-        pieces[0][0] = packed.x, pieces[0][1] = packed.y;
-        pieces[0][2] = packed.z, pieces[0][3] = packed.w;
-        return;
-    }
-    float w[8];
-    *(float4 *)&w[0] = __ldg((const float4 *)(router + at * 4));
-    *(float4 *)&w[4] = __ldg((const float4 *)(router + at * 4 + 16));
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        w[i] *= piece_scale<T>();
-#pragma unroll
-    for (int n = 0; n < PIECES; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            pieces[n][i] = ptx_pack<T>(w[i * 2], w[i * 2 + 1]);
-            w[i * 2] -= piece_back<T>(pieces[n][i], 0);
-            w[i * 2 + 1] -= piece_back<T>(pieces[n][i], 1);
-        }
 }
 
 template <typename T, int PIECES>
@@ -147,6 +107,8 @@ extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_route(
 {
     extern __shared__ float logits[];
     __shared__ ffn_cuda_signature_t s;
+    ptx_launch_wait();
+    ptx_launch_next();
     const ffn_cuda_layer_t *layer = lane_layer(lane);
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t first = blockIdx.x * BULK_ROUTE_ROWS, warp = threadIdx.x / 32;
@@ -198,6 +160,8 @@ static __device__ uint32_t block_sum(uint32_t value, uint32_t *shared)
 extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
     const ffn_cuda_lane_t *lane)
 {
+    ptx_launch_wait();
+    ptx_launch_next();
     __shared__ uint32_t shared[BULK_PLAN_THREADS];
     const ffn_cuda_workspace_t &w = lane->workspace;
     const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
@@ -233,6 +197,8 @@ extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
 extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_place(
     const ffn_cuda_lane_t *lane)
 {
+    ptx_launch_wait();
+    ptx_launch_next();
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t top_k = lane_layer(lane)->signature->top_k;
     const uint32_t pair = blockIdx.x * BULK_THREADS + threadIdx.x;
@@ -261,9 +227,19 @@ static __device__ __forceinline__ void add_four(float4 *sum, float weight, float
     sum->w = fmaf(weight, v.w, sum->w);
 }
 
+// Four values of the products of a pair.
+template <typename T>
+static __device__ __forceinline__ float4 load_four(const ffn_cuda_workspace_t &w, uint64_t at)
+{
+    if (!w.narrow)
+        return __ldcs((const float4 *)(w.products + at));
+    const uint2 packed = __ldcs((const uint2 *)((const T *)w.products + at));
+    const float2 a = ptx_unpack<T>(packed.x), b = ptx_unpack<T>(packed.y);
+    return make_float4(a.x, a.y, b.x, b.y);
+}
+
 // A block takes rows in turn; a thread four columns. One cast, at the end.
-extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
-    const ffn_cuda_lane_t *lane)
+template <typename T> static __device__ __forceinline__ void reduce_rows(const ffn_cuda_lane_t *lane)
 {
     const ffn_cuda_workspace_t &w = lane->workspace;
     const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
@@ -275,19 +251,25 @@ extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
 #pragma unroll 8
             for (uint32_t i = 0; i < top_k; i++) {
                 const uint64_t pair = (uint64_t)row * top_k + i;
-                const float4 v = __ldcs(
-                    (const float4 *)(w.products + (uint64_t)w.pair_at[pair] * hidden + column));
+                const float4 v = load_four<T>(w, (uint64_t)w.pair_at[pair] * hidden + column);
                 add_four(&sum, w.weights[pair], v);
             }
             if (last)
                 add_four(&sum, 1.0f,
-                         __ldcs((const float4 *)(w.products +
-                                                 ((uint64_t)rows * top_k + row) * hidden + column)));
-            if (s.dtype == FFN_CUDA_BF16)
-                store_four<__nv_bfloat16>(lane, (uint64_t)row * hidden + column, sum);
-            else
-                store_four<__half>(lane, (uint64_t)row * hidden + column, sum);
+                         load_four<T>(w, ((uint64_t)rows * top_k + row) * hidden + column));
+            store_four<T>(lane, (uint64_t)row * hidden + column, sum);
         }
+}
+
+extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
+    const ffn_cuda_lane_t *lane)
+{
+    ptx_launch_wait();
+    ptx_launch_next();
+    if (lane_layer(lane)->signature->dtype == FFN_CUDA_BF16)
+        reduce_rows<__nv_bfloat16>(lane);
+    else
+        reduce_rows<__half>(lane);
 }
 
 // Partials of an Execution Group, added in PE order in FP32, cast once.

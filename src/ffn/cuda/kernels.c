@@ -11,6 +11,7 @@
 CUDA_IMAGE_DECLARE(ffn_decode);
 CUDA_IMAGE_DECLARE(ffn_bulk);
 CUDA_IMAGE_DECLARE(ffn_grouped);
+CUDA_IMAGE_DECLARE(ffn_few);
 
 #define KERNELS_ALIGNMENT  256u
 #define KERNELS_SHARE_MOST 1.11 /* times the equal share */
@@ -28,6 +29,23 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_GATE_F16] = "ffn_grouped_gate_f16",
     [FFN_KERNEL_DOWN_F16] = "ffn_grouped_down_f16",
     [FFN_KERNEL_DECODE] = "ffn_decode",
+    [FFN_KERNEL_FEW_ROUTE] = "ffn_few_route",
+#define X(name, warps, steps)                                                                      \
+    [FFN_KERNEL_FEW_##name##_BF16] = "ffn_few_" #name "_bf16",                                     \
+    [FFN_KERNEL_FEW_##name##_F16] = "ffn_few_" #name "_f16",
+    FEW_FORMS(X)
+#undef X
+};
+
+const char *const ffn_cuda_few_names[FFN_FEW_COUNT] = {
+#define X(name, warps, steps) [FFN_FEW_##name] = #name,
+    FEW_FORMS(X)
+#undef X
+};
+static const uint32_t kernels_few_threads[FFN_FEW_COUNT] = {
+#define X(name, warps, steps) [FFN_FEW_##name] = (warps)*32,
+    FEW_FORMS(X)
+#undef X
 };
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
@@ -57,6 +75,8 @@ static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
     XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
         XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
+    for (uint32_t i = FFN_KERNEL_FEW_ROUTE + 1; i < FFN_KERNEL_COUNT; i++)
+        XP_TRY(kernels_shared(kernels, i, FEW_SHARED_BYTES));
     return XP_OK;
 }
 
@@ -92,6 +112,10 @@ xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
                                  kernels_names + FFN_KERNEL_GATE_BF16,
                                  FFN_KERNEL_DECODE - FFN_KERNEL_GATE_BF16, &loaded.grouped,
                                  loaded.function + FFN_KERNEL_GATE_BF16));
+    XP_TRY_GOTO(status, failed,
+                cuda_module_load(device, &cuda_image_ffn_few, kernels_names + FFN_KERNEL_FEW_ROUTE,
+                                 FFN_KERNEL_COUNT - FFN_KERNEL_FEW_ROUTE, &loaded.few,
+                                 loaded.function + FFN_KERNEL_FEW_ROUTE));
     XP_TRY_GOTO(status, failed, kernels_prepare(&loaded));
     *kernels_out = loaded;
     return XP_OK;
@@ -102,6 +126,7 @@ failed:
 
 void ffn_cuda_kernels_unload(ffn_cuda_kernels_t *kernels)
 {
+    cuda_module_unload(&kernels->few);
     cuda_module_unload(&kernels->grouped);
     cuda_module_unload(&kernels->bulk);
     cuda_module_unload(&kernels->decode);
@@ -198,6 +223,11 @@ static void *kernels_take(kernels_carve_t *carve, uint64_t bytes)
     return at;
 }
 
+static uint32_t kernels_tiles(const ffn_cuda_limits_t *limits, uint32_t rows, uint32_t tile_rows)
+{
+    return rows * limits->top_k / tile_rows + limits->experts + rows / tile_rows + 1;
+}
+
 static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t base,
                               ffn_cuda_workspace_t *w)
 {
@@ -214,12 +244,14 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
     w->max_tiles = 0;
     if (rows == 0)
         return carve.used;
-    w->max_tiles =
-        (uint32_t)(pairs / FFN_CUDA_TILE_ROWS + limits->experts + rows / FFN_CUDA_TILE_ROWS + 1);
+    const uint32_t few = limits->bulk_rows < FEW_ROWS_MOST ? limits->bulk_rows : FEW_ROWS_MOST;
+    w->max_tiles = kernels_tiles(limits, limits->bulk_rows, FFN_CUDA_TILE_ROWS);
+    if (w->max_tiles < kernels_tiles(limits, few, FEW_TILE_ROWS))
+        w->max_tiles = kernels_tiles(limits, few, FEW_TILE_ROWS);
     w->counts = kernels_take(&carve, limits->experts * sizeof(uint32_t));
     w->offsets = kernels_take(&carve, (limits->experts + 1) * sizeof(uint32_t));
     w->filled = kernels_take(&carve, limits->experts * sizeof(uint32_t));
-    w->tile_count = kernels_take(&carve, 2 * sizeof(uint32_t));
+    w->tile_count = kernels_take(&carve, 3 * sizeof(uint32_t));
     w->chosen = kernels_take(&carve, pairs * sizeof(uint32_t));
     w->weights = kernels_take(&carve, pairs * sizeof(float));
     w->pair_at = kernels_take(&carve, pairs * sizeof(uint32_t));
@@ -280,51 +312,156 @@ static uint64_t kernels_width(const ffn_cuda_signature_t *s)
                       : s->intermediate;
 }
 
+/* The launches of one layer, one after the other; a failed one ends it. */
+typedef struct kernels_sequence {
+    const ffn_cuda_kernels_t *kernels;
+    cuda_stream_t stream;
+    const ffn_cuda_watch_t *watch;
+    uint32_t launched;
+    xp_status_t status;
+} kernels_sequence_t;
+
+static xp_status_t kernels_launch_over(const kernels_sequence_t *sequence, uint32_t which,
+                                       uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                                       void **parameters)
+{
+    cuda_launch_attribute_t overlaps = {.id = CUDA_LAUNCH_OVERLAPS, .value.flag = 1};
+    const cuda_launch_config_t config = {
+        .grid_x = blocks,
+        .grid_y = 1,
+        .grid_z = 1,
+        .block_x = threads,
+        .block_y = 1,
+        .block_z = 1,
+        .shared_bytes = shared_bytes,
+        .stream = sequence->stream,
+        .attributes = &overlaps,
+        .attribute_count = 1,
+    };
+    return CUDA_CALL(sequence->kernels->device->driver, cuLaunchKernelEx, &config,
+                     sequence->kernels->function[which], parameters, NULL);
+}
+
+static void kernels_next(kernels_sequence_t *sequence, const char *step, uint32_t which,
+                         uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                         void **parameters)
+{
+    blocks = blocks ? blocks : 1;
+    if (sequence->status != XP_OK)
+        return;
+    /* What is before the first one, and after the last, knows nothing of waiting. */
+    if (sequence->launched++ && sequence->kernels->overlap)
+        sequence->status =
+            kernels_launch_over(sequence, which, blocks, threads, shared_bytes, parameters);
+    else
+        sequence->status = kernels_launch(sequence->kernels, which, blocks, threads, shared_bytes,
+                                          sequence->stream, parameters);
+    if (sequence->watch && sequence->status == XP_OK)
+        sequence->watch->queued(sequence->watch->context, step);
+}
+
+static uint32_t kernels_parts(uint32_t whole, uint32_t part)
+{
+    return (whole + part - 1) / part;
+}
+
 /* Launches that together do the products, none of which takes much more than FFN_CUDA_PIECE_NS. */
-static xp_status_t kernels_shares(const ffn_cuda_kernels_t *kernels, uint32_t kernel, uint64_t macs,
-                                  uint32_t blocks, cuda_address_t lane, cuda_stream_t stream)
+static void kernels_shares(kernels_sequence_t *sequence, const char *step, uint32_t kernel,
+                           uint64_t macs, uint32_t blocks, cuda_address_t lane)
 {
     const uint64_t most = (uint64_t)FFN_CUDA_MACS_NS * FFN_CUDA_PIECE_NS;
     uint32_t share, shares = (uint32_t)((macs + most - 1) / most);
     void *parameters[] = {&lane, &share, &shares};
     shares = shares ? shares : 1;
     for (share = 0; share < shares; share++)
-        XP_TRY(kernels_launch(kernels, kernel, blocks, GROUPED_THREADS, GROUPED_SHARED_BYTES,
-                              stream, parameters));
-    return XP_OK;
+        kernels_next(sequence, step, kernel, blocks, GROUPED_THREADS, GROUPED_SHARED_BYTES,
+                     parameters);
+}
+
+static uint32_t kernels_blocks(const ffn_cuda_kernels_t *kernels, uint32_t blocks)
+{
+    return blocks == 0 || blocks > kernels->blocks ? kernels->blocks : blocks;
+}
+
+xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
+                                  const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
+                                  uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
+                                  const ffn_cuda_watch_t *watch)
+{
+    const bool half = signature->dtype == FFN_CUDA_F16;
+    const uint32_t pairs = capacity_rows * signature->top_k;
+    const uint64_t macs = kernels_width(signature) * signature->hidden * capacity_rows;
+    kernels_sequence_t sequence = {.kernels = kernels, .stream = stream, .watch = watch};
+    void *parameters[] = {&lane};
+    blocks = kernels_blocks(kernels, blocks);
+    if (signature->experts) {
+        kernels_next(&sequence, "begin", FFN_KERNEL_BULK_BEGIN, 1, BULK_PLAN_THREADS, 0,
+                     parameters);
+        if (capacity_rows)
+            kernels_next(&sequence, "router", FFN_KERNEL_BULK_ROUTE,
+                         kernels_parts(capacity_rows, BULK_ROUTE_ROWS), BULK_THREADS,
+                         BULK_ROUTE_BYTES(signature->experts), parameters);
+    }
+    kernels_next(&sequence, "plan", FFN_KERNEL_BULK_PLAN, 1, BULK_PLAN_THREADS, 0, parameters);
+    if (pairs)
+        kernels_next(&sequence, "sort", FFN_KERNEL_BULK_PLACE, kernels_parts(pairs, BULK_THREADS),
+                     BULK_THREADS, 0, parameters);
+    kernels_shares(&sequence, "gate", half ? FFN_KERNEL_GATE_F16 : FFN_KERNEL_GATE_BF16, 2 * macs,
+                   blocks, lane);
+    kernels_shares(&sequence, "down", half ? FFN_KERNEL_DOWN_F16 : FFN_KERNEL_DOWN_BF16, macs,
+                   blocks, lane);
+    kernels_next(&sequence, "reduce", FFN_KERNEL_BULK_REDUCE, capacity_rows, BULK_THREADS, 0,
+                 parameters);
+    return sequence.status;
 }
 
 xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
                           uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
                           cuda_stream_t stream)
 {
-    const bool half = signature->dtype == FFN_CUDA_F16;
-    const uint32_t pairs = capacity_rows * signature->top_k;
-    void *parameters[] = {&lane};
-    if (blocks == 0 || blocks > kernels->blocks)
-        blocks = kernels->blocks;
-    if (signature->experts) {
-        XP_TRY(kernels_launch(kernels, FFN_KERNEL_BULK_BEGIN, 1, BULK_PLAN_THREADS, 0, stream,
-                              parameters));
-        if (capacity_rows)
-            XP_TRY(kernels_launch(kernels, FFN_KERNEL_BULK_ROUTE,
-                                  (capacity_rows + BULK_ROUTE_ROWS - 1) / BULK_ROUTE_ROWS,
-                                  BULK_THREADS, BULK_ROUTE_BYTES(signature->experts), stream,
-                                  parameters));
-    }
-    XP_TRY(
-        kernels_launch(kernels, FFN_KERNEL_BULK_PLAN, 1, BULK_PLAN_THREADS, 0, stream, parameters));
-    if (pairs)
-        XP_TRY(kernels_launch(kernels, FFN_KERNEL_BULK_PLACE,
-                              (pairs + BULK_THREADS - 1) / BULK_THREADS, BULK_THREADS, 0, stream,
-                              parameters));
-    const uint64_t macs = kernels_width(signature) * signature->hidden * capacity_rows;
-    XP_TRY(kernels_shares(kernels, half ? FFN_KERNEL_GATE_F16 : FFN_KERNEL_GATE_BF16, 2 * macs,
-                          blocks, lane, stream));
-    XP_TRY(kernels_shares(kernels, half ? FFN_KERNEL_DOWN_F16 : FFN_KERNEL_DOWN_BF16, macs, blocks,
-                          lane, stream));
-    return kernels_launch(kernels, FFN_KERNEL_BULK_REDUCE, capacity_rows ? capacity_rows : 1,
-                          BULK_THREADS, 0, stream, parameters);
+    return ffn_cuda_bulk_watched(kernels, signature, capacity_rows, blocks, lane, stream, NULL);
+}
+
+uint32_t ffn_cuda_few_rows(const ffn_cuda_signature_t *signature)
+{
+    /* The router's logits lie in the place of the products. */
+    const uint64_t room = (uint64_t)(signature->top_k + 1) * signature->hidden;
+    return room >= signature->experts ? FEW_ROWS_MOST : 0;
+}
+
+xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
+                                 const ffn_cuda_signature_t *signature, uint32_t form,
+                                 uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                                 cuda_stream_t stream, const ffn_cuda_watch_t *watch)
+{
+    const uint32_t products =
+        FFN_KERNEL_FEW_ROUTE + 1 + form * 2 + (signature->dtype == FFN_CUDA_F16);
+    const uint32_t routers = kernels_parts(signature->experts, FEW_ROUTE_EXPERTS) *
+                             kernels_parts(capacity_rows, FEW_ROUTE_ROWS);
+    kernels_sequence_t sequence = {.kernels = kernels, .stream = stream, .watch = watch};
+    uint32_t down = 0;
+    void *parameters[] = {&lane, &down};
+    if (form >= FFN_FEW_COUNT || capacity_rows > ffn_cuda_few_rows(signature))
+        return xp_fail(XP_INVALID, "form %u, %u rows; the products of few rows have %u and take %u",
+                       form, capacity_rows, FFN_FEW_COUNT, ffn_cuda_few_rows(signature));
+    const uint32_t threads = kernels_few_threads[form];
+    blocks = kernels_blocks(kernels, blocks);
+    kernels_next(&sequence, "router", FFN_KERNEL_FEW_ROUTE, routers, FEW_ROUTE_THREADS, 0,
+                 parameters);
+    kernels_next(&sequence, "gate", products, blocks, threads, FEW_SHARED_BYTES, parameters);
+    down = 1;
+    kernels_next(&sequence, "down", products, blocks, threads, FEW_SHARED_BYTES, parameters);
+    kernels_next(&sequence, "reduce", FFN_KERNEL_BULK_REDUCE, capacity_rows, BULK_THREADS, 0,
+                 parameters);
+    return sequence.status;
+}
+
+xp_status_t ffn_cuda_few(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
+                         uint32_t form, uint32_t capacity_rows, uint32_t blocks,
+                         cuda_address_t lane, cuda_stream_t stream)
+{
+    return ffn_cuda_few_watched(kernels, signature, form, capacity_rows, blocks, lane, stream,
+                                NULL);
 }
 
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,

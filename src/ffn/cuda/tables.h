@@ -123,7 +123,8 @@ typedef struct ffn_cuda_workspace {
     uint32_t *counts;     /* [experts] pairs of each expert */
     uint32_t *offsets;    /* [experts + 1] first pair of each expert */
     uint32_t *filled;     /* [experts] pairs placed so far */
-    uint32_t *tile_count; /* [2]: tiles of routed pairs, tiles of the shared part */
+    uint32_t *tile_count; /* [3]: tiles of routed pairs, tiles of the shared part; blocks of
+                             ffn_few_route() that have arrived, 0 between launches */
     uint32_t *chosen;     /* [rows][top_k] experts, ascending */
     float *weights;       /* [rows][top_k] in that order */
     uint32_t *pair_at;    /* [rows][top_k] position of that pair in expert order */
@@ -131,6 +132,11 @@ typedef struct ffn_cuda_workspace {
     ffn_cuda_tile_t *tiles;
     void *activations; /* routed [pairs][intermediate], then shared [rows][shared]; 16-bit */
     float *products;   /* [pairs + rows][hidden] */
+    /* Not 0: `products` holds the activations' type. Half the memory traffic of `down` and of the
+     * sum, one rounding more. */
+    uint32_t narrow;
+    /* Not 0: the grouped products copy two stages at once, 256 contiguous bytes of each row. */
+    uint32_t paired;
 } ffn_cuda_workspace_t;
 
 /* An Executor Lane on this device. */

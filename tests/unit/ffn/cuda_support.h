@@ -133,8 +133,9 @@ static inline void fake_layer(const ffn_cuda_lane_t *lane)
         fake_value_;                                                                               \
     })
 
-static uint32_t fake_decodes, fake_bulks, fake_pieces;
-static bool fake_device_breaks; /* launches of decode end the context */
+static uint32_t fake_decodes, fake_bulks, fake_pieces, fake_fews;
+static const void *fake_products; /* where the latest bulk layer had its sums */
+static bool fake_device_breaks;   /* launches of decode end the context */
 
 static void fake_run_nothing(const fake_launch_t *launch)
 {
@@ -154,7 +155,15 @@ static void fake_run_bulk_reduce(const fake_launch_t *launch)
     assert_true(lane->rows <= lane->workspace.bulk_rows);
     assert_true(lane->rows <= launch->blocks);
     fake_bulks++;
+    fake_products = lane->workspace.products;
     fake_layer(lane);
+}
+/* Products of few rows; the launch that sums does all of it. */
+static void fake_run_few(const fake_launch_t *launch)
+{
+    const ffn_cuda_lane_t *lane = FAKE_ARGUMENT(const ffn_cuda_lane_t *, launch, 0);
+    assert_true(lane->rows <= ffn_cuda_few_rows(lane->layers[lane->layer].signature));
+    fake_fews += FAKE_ARGUMENT(uint32_t, launch, 1);
 }
 static void fake_run_gather(const fake_launch_t *launch)
 {
@@ -302,7 +311,13 @@ static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_grouped_down_bf16", fake_run_nothing, {8}},
     {"ffn_grouped_gate_f16", fake_run_nothing, {8}},
     {"ffn_grouped_down_f16", fake_run_nothing, {8}},
-    {"ffn_gather", fake_run_gather, {8, 8, 8}},
+    {"ffn_few_route", fake_run_nothing, {8}},
+#define X(name, warps, steps)                                                                      \
+    {"ffn_few_" #name "_bf16", fake_run_few, {8, 4}},                                              \
+        {"ffn_few_" #name "_f16", fake_run_few, {8, 4}},
+    FEW_FORMS(X)
+#undef X
+        {"ffn_gather", fake_run_gather, {8, 8, 8}},
     {"ffn_piece", fake_run_piece, {8, 8, 4, 4}},
     {"ffn_publish", fake_run_publish, {sizeof(ffn_cuda_publishing_t)}},
     {"ffn_fill", fake_run_fill, {8, 4, 4, 4, 4, 4, 8, 8, 8, 8, 4}},
@@ -315,7 +330,7 @@ static inline void fake_ffn_reset(void)
     fake_reset(fake_ffn_kernels, sizeof(fake_ffn_kernels) / sizeof(fake_ffn_kernels[0]));
     fake.busy = fake_busy;
     fake_resident.queue = NULL;
-    fake_decodes = fake_bulks = fake_pieces = 0;
+    fake_decodes = fake_bulks = fake_pieces = fake_fews = 0;
     fake_device_breaks = false;
 }
 

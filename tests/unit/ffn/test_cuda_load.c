@@ -328,9 +328,10 @@ static void test_ledger(void **state)
     fake_ffn_reset();
     device_ok(&device);
     config_of(&device, &config);
+    const uint32_t rows = 1500; /* more than fit into a Lane's own workspace */
     config.lanes = 3;
-    config.max_rows = 200;
-    config.buffer_rows = 200;
+    config.max_rows = rows;
+    config.buffer_rows = rows;
     config.block_bytes = 0;
     assert_int_equal(ffn_cuda_runtime_create(&config, &runtime), XP_OK);
     for (uint32_t i = 0; i < 2; i++) {
@@ -347,13 +348,13 @@ static void test_ledger(void **state)
         weights += taken;
     }
     assert_int_equal(ffn_cuda_runtime_start(runtime), XP_OK);
-    assert_int_equal(ffn_cuda_runtime_bytes(specs, tp, 2, 3, 200, 200, false, &ledger), XP_OK);
+    assert_int_equal(ffn_cuda_runtime_bytes(specs, tp, 2, 3, rows, rows, false, &ledger), XP_OK);
     ffn_cuda_stats_t stats;
     assert_int_equal(ffn_cuda_runtime_stats(runtime, &stats), XP_OK);
     assert_int_equal(stats.weight_bytes, weights);
     assert_int_equal(
         ledger.lane_bytes,
-        (uint64_t)3 * 2 * 200 *
+        (uint64_t)3 * 2 * rows *
             (specs[0]->hidden > specs[1]->hidden ? specs[0]->hidden : specs[1]->hidden) * 2);
     const uint64_t lanes = ledger.lane_bytes + ledger.workspace_bytes;
     assert_true(lanes >= stats.workspace_bytes && lanes < stats.workspace_bytes + FFN_CUDA_GRANULE);

@@ -172,7 +172,7 @@ static void compare_usage(ffn_cuda_runtime_t *runtime, ffn_runtime_t *cpu, const
 }
 
 /* One family, all layers, all row counts, through the ring. */
-static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
+static void run_family(model_architecture_t architecture, xp_dtype_t dtype, uint32_t few_rows)
 {
     fixture_t *f = family_of(architecture, dtype);
     scene_t scene;
@@ -180,6 +180,9 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
     /* A wide layer's bulk work is cut into pieces that share the Lane's workspace: here 300 rows
      * into 128, 128 and 44. */
     scene.config.piece_rows = 128;
+    scene.config.few_rows = few_rows;
+    scene.config.few_form = few_rows % 3; /* 0, 1 or 2 */
+    scene.config.overlap = few_rows != 0;
     scene_open(&scene);
     scene_install(&scene, f, 3);
     scene_start(&scene);
@@ -209,6 +212,9 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
             free(in);
         }
     assert_true(fake_decodes > 0 && fake_bulks > 0 && fake_pieces > 0);
+    assert_int_equal(fake.overlapping > 0, few_rows != 0);
+    /* 17, 64 and 65 rows of each layer, by a Capacity of 64 and one of 128; or 17 and 64. */
+    assert_int_equal(fake_fews, f->spec.layers * (few_rows == 0 ? 0 : few_rows < 65 ? 2 : 3));
     ffn_cuda_stats_t stats;
     /* `done` comes before the books; after the stop they are complete. */
     assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
@@ -230,10 +236,13 @@ static void test_families(void **state)
 {
     (void)state;
     SKIP_WITHOUT_DEVICE_CODE();
-    for (uint32_t a = 0; a < MODEL_ARCH_COUNT; a++)
-        run_family((model_architecture_t)a, a % 3 == 0   ? XP_DTYPE_F32
-                                            : a % 3 == 1 ? XP_DTYPE_BF16
-                                                         : XP_DTYPE_F16);
+    for (uint32_t a = 0; a < MODEL_ARCH_COUNT; a++) {
+        const xp_dtype_t dtype = a % 3 == 0   ? XP_DTYPE_F32
+                                 : a % 3 == 1 ? XP_DTYPE_BF16
+                                              : XP_DTYPE_F16;
+        run_family((model_architecture_t)a, dtype, 0);
+        run_family((model_architecture_t)a, dtype, a % 2 ? 64 : 128);
+    }
 }
 
 /* The trained checkpoints of the repository. */
@@ -286,6 +295,9 @@ static void test_pieces(void **state)
     ffn_cuda_signature_t narrow = {.hidden = 512, .intermediate = 512};
     assert_int_equal(cuda_layout_piece_rows(&narrow, 100000), 4096);
     assert_int_equal(cuda_layout_piece_rows(&narrow, 99), 99);
+    ffn_cuda_signature_t experts = {
+        .hidden = 2048, .intermediate = 768, .experts = 128, .top_k = 8};
+    assert_int_equal(cuda_layout_piece_rows(&experts, 8192), 8192);
     /* 14B's layer: hidden 5120, width 17408. */
     ffn_cuda_signature_t dense = {.hidden = 5120, .intermediate = 17408};
     assert_int_equal(cuda_layout_piece_rows(&dense, 8192), 384);
@@ -350,6 +362,56 @@ static void test_gather_and_deliver(void **state)
     free(whole);
     free(one);
     free(two);
+    fixture_close(f);
+}
+
+/* Large Invocations of all Lanes compute in one workspace, on one stream, whatever their hurry;
+ * small ones each in their Lane's. */
+static void test_shared_workspace(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    enum { MOST = 1500 };
+    fixture_t *f = family_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_BF16);
+    scene_t scene;
+    scene_create(&scene, false);
+    scene.config.max_rows = MOST;
+    scene.config.buffer_rows = 0;
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    ffn_runtime_t *cpu = runtime_make(1, 1, MOST);
+    ffn_install_t install = install_of(f);
+    install_ok(cpu, &install);
+    const uint32_t hidden = f->spec.hidden;
+    float *x = calloc(MOST * hidden, sizeof(*x)), *want = calloc(MOST * hidden, sizeof(*want));
+    uint16_t *out = calloc(MOST * hidden, 2);
+    const void *products[2][2];
+    cuda_stream_t stream[2][2];
+    for (uint32_t large = 0; large < 2; large++)
+        for (uint32_t lane = 0; lane < 2; lane++) {
+            const uint32_t rows = large ? MOST - lane * 300 : 900;
+            uint16_t *in = rows_of(rows, hidden, FFN_CUDA_BF16, x, 7 + large * 2 + lane);
+            scene_fill(&scene, lane, 0, 0, rows, in, out, NULL);
+            ffn_cuda_request_post(scene.dispatch, &scene.poster, lane, lane);
+            assert_true(scene_done(&scene, lane));
+            assert_int_equal(ffn_runtime_execute(cpu, 0, 0, 0, rows, x, want), XP_OK);
+            compare(want, out, false, FFN_CUDA_BF16, rows, hidden, "shared workspace");
+            products[large][lane] = fake_products;
+            stream[large][lane] = fake.graph_stream;
+            free(in);
+        }
+    assert_ptr_not_equal(products[0][0], products[0][1]);
+    assert_ptr_equal(products[1][0], products[1][1]);
+    assert_ptr_not_equal(products[1][0], products[0][0]);
+    assert_ptr_not_equal(products[1][0], products[0][1]);
+    assert_ptr_not_equal(stream[0][0], stream[0][1]); /* the second one is urgent */
+    assert_ptr_equal(stream[1][0], stream[1][1]);
+    scene_close(&scene);
+    ffn_runtime_destroy(cpu);
+    free(x);
+    free(want);
+    free(out);
     fixture_close(f);
 }
 
@@ -687,6 +749,7 @@ int main(void)
         cmocka_unit_test(test_tales),
         cmocka_unit_test(test_pieces),
         cmocka_unit_test(test_gather_and_deliver),
+        cmocka_unit_test(test_shared_workspace),
         cmocka_unit_test(test_lease),
         cmocka_unit_test(test_records_lost),
         cmocka_unit_test(test_failures),
