@@ -367,6 +367,7 @@ def measure_cold(run, side, servers):
             continue
         run.need(run.sizes.cold_seconds + 20, f"cold models at {rate:g} requests/s")
         one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
+        one["load"] = [path.name if path else "rehearsal", run.sizes.cold_seconds, run.sizes.cold_prompt, run.sizes.cold_answer]
         run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {kv_load.quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P99 {kv_load.quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
@@ -379,7 +380,9 @@ def cold_rows(run):
         for peer in ("kvcached", "static"):
             theirs = run.samples.get(f"kv_cold_{peer}", f"{rate:g}")
             metric = f"kv.cold.rate{rate:g}.{peer}_p99_ratio"
-            if ours and theirs and not run.book.has(metric):
+            if ours and theirs and ours["load"] != theirs["load"]:
+                print(f"    {peer} at {rate:g}: measured with another load ({theirs['load']}, ours {ours['load']}), no ratio", flush=True)
+            elif ours and theirs and not run.book.has(metric):
                 rows = ratio_rows(rate, peer, ours, theirs, run.sizes)
                 run.book.add(*rows)
                 if rate == run.arguments.cold_rates[0]:

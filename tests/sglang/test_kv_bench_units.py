@@ -258,11 +258,14 @@ class Rows(unittest.TestCase):
             self.assertEqual(json.loads((pathlib.Path(folder) / "kv_rehearsal.json").read_text())["bench"], "kv_gpu")
 
     def test_ratios_of_the_peers(self):
-        side = {"tbt": [0.01] * 98 + [0.02] * 2, "ttft": [0.1], "asked": 5, "unfinished": 0}
+        side = {"tbt": [0.01] * 98 + [0.02] * 2, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": ["t.csv", 6]}
         slow = {**side, "tbt": [0.01] * 98 + [0.2] * 2}
         with tempfile.TemporaryDirectory() as folder:
             run = self.run_in(folder)
             run.samples.keep("kv_cold_ours", "0.8", side)
+            kv_gpu.cold_rows(run)
+            self.assertFalse(run.book.has("tbt.cold_models.p99_static_ratio"))
+            run.samples.keep("kv_cold_static", "0.8", {**slow, "load": ["other.csv", 6]})
             kv_gpu.cold_rows(run)
             self.assertFalse(run.book.has("tbt.cold_models.p99_static_ratio"))
             run.samples.keep("kv_cold_static", "0.8", slow)
