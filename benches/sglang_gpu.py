@@ -112,7 +112,7 @@ class Book:
             "machine": self.machine,
             "date": datetime.date.today().isoformat(),
             "commit": results.commit(),
-            "command": " ".join(["benches/sglang_gpu.py", *sys.argv[1:]]),
+            "command": results.command(),
             "rows": list(self.rows.values()),
         }
         partial = self.path.with_suffix(".partial")

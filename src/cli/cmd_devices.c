@@ -10,6 +10,7 @@
 #include "cli/cli.h"
 #include "control/gpus.h"
 #include "cuda/device.h"
+#include "ffn/cuda/kernels.h"
 #include "stage/heap.h"
 
 typedef struct machine {
@@ -51,6 +52,12 @@ static void look(machine_t *machine)
     machine->gpu_count = count < CUDA_DEVICES_MAX ? count : CUDA_DEVICES_MAX;
 }
 
+/* Whether the FFN kernels run there; attention is the engine's. */
+static bool computes_ffn(const cuda_device_info_t *gpu)
+{
+    return gpu->vmm && gpu->capability == FFN_CUDA_CAPABILITY;
+}
+
 static void print_text(const machine_t *machine)
 {
     printf("%-8s %10s  %s\n", "device", "MiB", "what");
@@ -63,7 +70,9 @@ static void print_text(const machine_t *machine)
         printf("%-8s %10.0f  %s, compute capability %d.%d, %s%s\n", name,
                (double)gpu->memory_bytes / 1048576.0, gpu->name, gpu->capability / 10,
                gpu->capability % 10, gpu->bus_id,
-               gpu->vmm ? "" : ", cannot share memory by descriptor: not usable");
+               !gpu->vmm           ? ", cannot share memory by descriptor: not usable"
+               : computes_ffn(gpu) ? ""
+                                   : ", for attention only: FFN kernels need 9.0");
     }
     if (machine->driver_version)
         printf("NVIDIA driver for CUDA %d.%d\n", machine->driver_version / 1000,
@@ -89,11 +98,11 @@ static int print_json(const machine_t *machine)
         snprintf(capability, sizeof(capability), "%d.%d", gpu->capability / 10,
                  gpu->capability % 10);
         json_array_append_new(
-            devices, json_pack("{s:s, s:I, s:s, s:s, s:s, s:s, s:i, s:b, s:b}", "device", name,
+            devices, json_pack("{s:s, s:I, s:s, s:s, s:s, s:s, s:i, s:b, s:b, s:b}", "device", name,
                                "memory_bytes", (json_int_t)gpu->memory_bytes, "name", gpu->name,
                                "compute_capability", capability, "uuid", gpu->uuid, "pci_bus_id",
                                gpu->bus_id, "multiprocessors", gpu->multiprocessors, "usable",
-                               gpu->vmm, "mps_client", gpu->mps));
+                               gpu->vmm, "ffn", computes_ffn(gpu), "mps_client", gpu->mps));
     }
     json_t *root = json_pack("{s:o}", "devices", devices);
     char version[16];

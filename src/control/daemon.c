@@ -510,6 +510,7 @@ static void on_signal(evutil_socket_t signal_number, short events, void *context
 static void on_tick(evutil_socket_t fd, short events, void *context)
 {
     daemon_t *daemon = context;
+    daemon_descriptors_tick(daemon);
     if (!daemon->failed)
         daemon_fail_from_fabric(daemon);
     daemon_drop_silent(daemon);
@@ -639,6 +640,7 @@ int daemon_run(const config_t *config)
             daemon->instances[i].ranks[r].arena_fd = -1;
     }
     signal(SIGPIPE, SIG_IGN);
+    daemon_descriptors_raise();
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++)
         daemon->participants[i].pidfd = -1;
     daemon->base = event_base_new();

@@ -3,6 +3,7 @@
  * Registration and messages of participants, their deaths, and the leases of Transport arenas.
  * Runs on the daemon's event loop thread.
  */
+#include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -641,8 +642,11 @@ void daemon_on_accept(evutil_socket_t listener, short events, void *context)
     daemon_t *daemon = context;
     for (int i = 0; i < 16; i++) {
         int fd = accept4((int)listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (fd < 0)
+        if (fd < 0) {
+            if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
+                daemon_descriptors_none_left(daemon);
             return;
+        }
         pid_t pid;
         uid_t uid;
         if (wire_peer(fd, &pid, &uid) != XP_OK || pid <= 0 || (uid != getuid() && uid != 0)) {

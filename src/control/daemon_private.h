@@ -153,6 +153,8 @@ struct daemon {
     int listener, lock;
     struct event *on_accept, *on_term, *on_int, *on_deadline, *on_tick;
     struct evhttp *http;
+    struct evconnlistener *http_listener; /* of `http` */
+    bool crowded;                         /* few descriptors are left */
     uint16_t http_port;
     daemon_participant_t participants[DAEMON_MAX_PARTICIPANTS];
     daemon_participant_t *atn[FABRIC_MAX_ATN], *ffn[FABRIC_MAX_FFN], *gateway;
@@ -298,6 +300,13 @@ void daemon_plane_forget(daemon_t *daemon); /* what agents of a failed Generatio
 void daemon_pe_counters(const daemon_t *daemon, uint32_t pe, fabric_pe_counters_t *counters_out);
 void daemon_instance_counters(const daemon_t *daemon, uint32_t instance, uint64_t *invocations_out,
                               uint64_t *rows_out);
+
+/* daemon_descriptors.c */
+void daemon_descriptors_raise(void); /* the process's limit, as far as the system allows */
+/* Visitors of the status pages leave a quarter of the descriptors to participants. */
+void daemon_descriptors_guard(daemon_t *daemon, struct evhttp_bound_socket *bound);
+void daemon_descriptors_none_left(daemon_t *daemon); /* the control socket rests until a tick */
+void daemon_descriptors_tick(daemon_t *daemon);
 
 /* daemon_status.c */
 xp_status_t daemon_status_start(daemon_t *daemon);

@@ -518,6 +518,35 @@ static int fresh_gpu(void **state)
     return 0;
 }
 
+/* What a rank writes as its demand's kind is a number of a peer's. */
+static void kinds_of_demands(void **state)
+{
+    begin_with_a_grant(); /* group 0 holds 30 and uses 5 of them */
+    kv_report_t wish = {.live_bundles = 5,
+                        .demand_bundles = 20,
+                        .demand_since_ns = now,
+                        .demand_deadline_ns = KV_NO_DEADLINE,
+                        .earliest_deadline_ns = KV_NO_DEADLINE};
+    for (uint64_t kind = KV_DEMAND_CACHE + 1; kind < 1ull << 40; kind <<= 8) {
+        wish.demand_kind = kind;
+        kv_group_report_write(&channel->groups[1], &wish);
+        steps();
+        assert_int_equal(kv_group_command(&channel->groups[1]).sequence, 1);
+    }
+    /* A prefix cache gets free memory, and nobody's. */
+    wish.demand_kind = KV_DEMAND_CACHE;
+    kv_group_report_write(&channel->groups[1], &wish);
+    steps();
+    assert_int_equal(kv_group_command(&channel->groups[1]).bundles, 20);
+    answer(2, 0);
+    steps();
+    wish.demand_bundles = POOL - 60 + 1;
+    kv_group_report_write(&channel->groups[1], &wish);
+    steps();
+    assert_int_equal(kv_group_command(&channel->groups[1]).sequence, 2);
+    assert_int_equal(kv_group_command(&channel->groups[0]).bundles, 30);
+}
+
 static void captured(uint32_t partition, uint32_t free_bundles)
 {
     kv_partition_capture(&channel->partitions[partition], free_bundles * 16ull, ++now);
@@ -652,6 +681,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_floor_of_somebody_absent_is_kept_once_it_is_free, fresh,
                                         done),
         cmocka_unit_test_setup_teardown(trims_wait_for_their_turn, fresh, done),
+        cmocka_unit_test_setup_teardown(kinds_of_demands, fresh, done),
         cmocka_unit_test_setup_teardown(refusals_and_squeezes_are_told, fresh, done),
         cmocka_unit_test_setup_teardown(nobody_grows_before_all_have_captured, fresh_gpu, done),
         cmocka_unit_test_setup_teardown(a_pool_is_never_more_than_planned, fresh_gpu, done),
