@@ -14,6 +14,7 @@
 #include "agents/agents.h"
 #include "agents/join.h"
 #include "agents/loading.h"
+#include "agents/usage.h"
 #include "agents/worker.h"
 #include "base/clock.h"
 #include "base/log.h"
@@ -22,6 +23,7 @@
 #include "kernels/kernels.h"
 
 #define SERVICE_JOIN_MS 2000
+#define USAGE_PERIOD_MS 500
 
 typedef struct ffnagent {
     const config_t *config;
@@ -37,6 +39,8 @@ typedef struct ffnagent {
     observe_t *observe;
     worker_t loader, worker;
     agent_loading_t loading;
+    struct event *on_usage;
+    agent_usage_t usage;
     ffn_weights_t kept[FABRIC_MAX_INSTANCES]; /* by a former FfnAgent; fd -1: none */
     bool finalizing, loading_done;
 } ffnagent_t;
@@ -189,6 +193,18 @@ static xp_status_t load_job(void *context)
     return XP_OK;
 }
 
+static void send_usage(evutil_socket_t fd, short events, void *context)
+{
+    ffnagent_t *self = context;
+    for (uint32_t w = 0; w < self->plan->weights_count; w++) {
+        ffn_usage_t usage;
+        /* A device that computes all the time is asked again. */
+        if (ffn_runtime_model_bytes(self->runtime, w) &&
+            ffn_runtime_usage(self->runtime, w, &usage) == XP_OK)
+            agent_usage_send(&self->usage, self->participant, w, &usage);
+    }
+}
+
 static void load_done(void *context, xp_status_t status, const char *error)
 {
     ffnagent_t *self = context;
@@ -210,7 +226,9 @@ static void load_done(void *context, xp_status_t status, const char *error)
         return;
     }
     fabric_ffn_observe(self->service, self->observe, describe);
-    if (worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
+    struct timeval period = {.tv_usec = USAGE_PERIOD_MS * 1000};
+    if (event_add(self->on_usage, &period) != 0 ||
+        worker_start(&self->worker, self->base, service_job, service_done, self) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;
     }
@@ -327,7 +345,9 @@ int ffnagent_run(const config_t *config, const char *device)
         goto done;
     }
     self->base = event_base_new();
-    if (!self->base || agent_loading_init(&self->loading, self->base) != XP_OK ||
+    if (self->base)
+        self->on_usage = event_new(self->base, -1, EV_PERSIST, send_usage, self);
+    if (!self->base || !self->on_usage || agent_loading_init(&self->loading, self->base) != XP_OK ||
         participant_create(self->base, config, xpw_Role_ROLE_FFNAGENT, device, 0,
                            kernels_variant_name(kernels_selected()), &handlers,
                            &self->participant) != XP_OK) {
@@ -356,6 +376,8 @@ done:
             close(self->kept[w].fd);
     free(self->plan);
     agent_loading_fini(&self->loading);
+    if (self->on_usage)
+        event_free(self->on_usage);
     if (self->base)
         event_base_free(self->base);
     free(self);

@@ -20,6 +20,7 @@
 #include "agents/heap.h"
 #include "agents/join.h"
 #include "agents/loading.h"
+#include "agents/usage.h"
 #include "agents/worker.h"
 #include "base/clock.h"
 #include "base/log.h"
@@ -70,6 +71,7 @@ typedef struct ffnagent {
     uint64_t answered_ns; /* when the device told last */
     uint64_t stats_ns;
     agent_loading_t loading;
+    agent_usage_t usage;
     ffn_cuda_weights_t *kept; /* [FABRIC_MAX_INSTANCES], by a former FfnAgent; count 0: none */
     bool prepared, loaded, started, finalizing, failed;
 } ffnagent_t;
@@ -513,6 +515,12 @@ static void send_stats(ffnagent_t *self)
                                               &stats->instance_invocations[i],
                                               &stats->instance_rows[i]);
     participant_send(self->participant, &envelope, NULL, 0);
+    for (uint32_t w = 0; w < self->plan->weights_count; w++) {
+        ffn_usage_t usage;
+        if (ffn_cuda_runtime_model_bytes(self->runtime, w) &&
+            ffn_cuda_runtime_usage(self->runtime, w, &usage) == XP_OK)
+            agent_usage_send(&self->usage, self->participant, w, &usage);
+    }
 }
 
 static void drain_records(ffnagent_t *self)

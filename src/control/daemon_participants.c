@@ -462,6 +462,13 @@ static void on_agent_message(daemon_participant_t *participant, const xpw_Envelo
         daemon_plane_executable(daemon);
         daemon_advance(daemon);
         break;
+    case xpw_Envelope_expert_usage_tag:
+        if (participant->role != xpw_Role_ROLE_FFNAGENT ||
+            envelope->body.expert_usage.weights >= FABRIC_MAX_INSTANCES)
+            daemon_participant_violates(participant, "ExpertUsage of no weight set");
+        else
+            participant->usage[envelope->body.expert_usage.weights] = envelope->body.expert_usage;
+        break;
     case xpw_Envelope_arena_attached_tag:
         daemon_instance_attached(daemon, participant->index, &envelope->body.arena_attached);
         break;

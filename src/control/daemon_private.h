@@ -64,9 +64,10 @@ typedef struct daemon_participant {
     char progress_what[96];
     xpw_Executable execution; /* FfnAgent */
     char kernels[16];
-    bool wants_down;            /* client waiting for DownDone */
-    uint32_t life_index;        /* CUDA: its life word; 0 = none */
-    xpw_PlaneStats plane_stats; /* CUDA: agents */
+    bool wants_down;                             /* client waiting for DownDone */
+    uint32_t life_index;                         /* CUDA: its life word; 0 = none */
+    xpw_PlaneStats plane_stats;                  /* CUDA: agents */
+    xpw_ExpertUsage usage[FABRIC_MAX_INSTANCES]; /* FfnAgent, by weight set */
 } daemon_participant_t;
 
 /* How far one Instance Rank is. */

@@ -123,6 +123,37 @@ static json_t *counters_json(const daemon_t *daemon, uint32_t pe)
                      "lanes_in_use", (json_int_t)c.lanes_in_use);
 }
 
+/* The first model that has this weight set. */
+static const char *weights_name(const daemon_t *daemon, uint32_t weights)
+{
+    for (uint32_t i = 0; i < daemon->config->model_count; i++)
+        if (daemon->planned->models[i].weights == weights)
+            return daemon->config->models[i].id;
+    return "";
+}
+
+/* What routers chose, one entry a weight set with experts. */
+static json_t *experts_json(const daemon_t *daemon, const daemon_participant_t *agent)
+{
+    json_t *all = json_array();
+    for (uint32_t w = 0; w < FABRIC_MAX_INSTANCES; w++) {
+        const xpw_ExpertUsage *one = &agent->usage[w];
+        if (one->places == 0)
+            continue;
+        json_t *bins = json_array();
+        for (uint32_t b = 0; b < one->bins_count; b++)
+            json_array_append_new(bins, json_integer((json_int_t)one->bins[b]));
+        json_array_append_new(
+            all,
+            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o}", "model",
+                      weights_name(daemon, w), "executions", (json_int_t)one->executions, "rows",
+                      (json_int_t)one->rows, "experts_read", (json_int_t)one->experts, "places",
+                      (json_int_t)one->places, "chosen", (json_int_t)one->chosen, "least",
+                      (json_int_t)one->least, "most", (json_int_t)one->most, "bins", bins));
+    }
+    return all;
+}
+
 static json_t *agent_json(const daemon_t *daemon, const plan_device_t *device,
                           const daemon_participant_t *agent, uint32_t pe)
 {
@@ -152,6 +183,7 @@ static json_t *agent_json(const daemon_t *daemon, const plan_device_t *device,
                                 json_integer((json_int_t)agent->execution.read_bytes));
             json_object_set_new(json, "adopted_bytes",
                                 json_integer((json_int_t)agent->execution.adopted_bytes));
+            json_object_set_new(json, "experts", experts_json(daemon, agent));
         }
     }
     return json;
@@ -327,6 +359,44 @@ static void metric_head(struct evbuffer *out, const char *name, const char *kind
     evbuffer_add_printf(out, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind);
 }
 
+static void expert_metrics(const daemon_t *daemon, struct evbuffer *out)
+{
+    static const struct {
+        const char *name, *kind, *help;
+        size_t offset;
+    } metrics[] = {
+        {"xpool_ffn_expert_executions_total", "counter", "Executions of layers of experts",
+         offsetof(xpw_ExpertUsage, executions)},
+        {"xpool_ffn_expert_rows_total", "counter", "Rows routed, over these executions",
+         offsetof(xpw_ExpertUsage, rows)},
+        {"xpool_ffn_experts_read_total", "counter",
+         "Distinct experts whose weights an execution read, summed",
+         offsetof(xpw_ExpertUsage, experts)},
+        {"xpool_ffn_experts", "gauge", "Experts installed, over all layers",
+         offsetof(xpw_ExpertUsage, places)},
+        {"xpool_ffn_experts_chosen", "gauge", "Of these, chosen by a row at least once",
+         offsetof(xpw_ExpertUsage, chosen)},
+        {"xpool_ffn_expert_least_rows", "gauge", "Rows that chose the expert chosen least",
+         offsetof(xpw_ExpertUsage, least)},
+        {"xpool_ffn_expert_most_rows", "gauge", "Rows that chose the expert chosen most",
+         offsetof(xpw_ExpertUsage, most)},
+    };
+    for (size_t m = 0; m < sizeof(metrics) / sizeof(metrics[0]); m++) {
+        metric_head(out, metrics[m].name, metrics[m].kind, metrics[m].help);
+        for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
+            for (uint32_t w = 0; daemon->ffn[f] && w < FABRIC_MAX_INSTANCES; w++) {
+                const xpw_ExpertUsage *one = &daemon->ffn[f]->usage[w];
+                uint64_t value;
+                if (one->places == 0)
+                    continue;
+                memcpy(&value, (const char *)one + metrics[m].offset, sizeof(value));
+                evbuffer_add_printf(out, "%s{device=\"%s\",model=\"%s\"} %llu\n", metrics[m].name,
+                                    daemon->config->ffn[f].name, weights_name(daemon, w),
+                                    (unsigned long long)value);
+            }
+    }
+}
+
 static void on_metrics(struct evhttp_request *request, void *context)
 {
     daemon_t *daemon = context;
@@ -410,6 +480,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
         }
     }
 
+    expert_metrics(daemon, out);
     daemon_kv_look(daemon);
     daemon_kv_metrics(daemon, out);
     struct model_metric {

@@ -12,6 +12,7 @@
 #include "ffn/cuda/dispatch_steps.h"
 #include "ffn/cuda/kernels.h"
 #include "ffn/cuda/library.h"
+#include "ffn/cuda/usage.h"
 #include "ffn/cuda_load.h"
 
 #define CUDA_MAX_SIGNATURES 64
@@ -41,6 +42,7 @@ typedef struct cuda_model {
     ffn_cuda_part_t *part;   /* [parts], a layer after the other */
     uint32_t *first_part;    /* [layers] */
     uint32_t parts;
+    uint64_t usage_first, usage_bytes; /* its counters of chosen experts, from start on */
 } cuda_model_t;
 
 /* GraphTemplate: what all layers of one Execution Signature share. */
@@ -85,6 +87,8 @@ struct ffn_cuda_runtime {
     /* Device memory: words and dispatch from create on, tables and Lanes from start on. */
     cuda_block_t words, tables, lanes;
     cuda_address_t dispatch_at, queue_at, counters_at, lease_at, failure_at, word_at;
+    cuda_address_t usage_at;   /* counters of chosen experts, in `tables` */
+    void *usage;               /* pinned: a model's of them, under stats_lock; or NULL */
     cuda_address_t library_at; /* scratch of the library's products */
     cuda_lane_t lane[FFN_CUDA_MAX_LANES];
     ffn_cuda_dispatch_t dispatch; /* host copy */

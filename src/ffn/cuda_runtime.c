@@ -189,6 +189,7 @@ void ffn_cuda_runtime_destroy(ffn_cuda_runtime_t *runtime)
     cuda_block_destroy(&runtime->tables);
     cuda_block_destroy(&runtime->words);
     ffn_library_close(runtime->library);
+    cuda_host_free(device, runtime->usage);
     cuda_host_free(device, runtime->records);
     cuda_host_free(device, runtime->ring);
     cuda_host_free(device, runtime->staging);
@@ -363,13 +364,36 @@ xp_status_t ffn_cuda_runtime_export(ffn_cuda_runtime_t *runtime, uint32_t model,
 
 /* ---- start -----------------------------------------------------------------------------------
  */
-static uint64_t tables_bytes(uint32_t layers, uint32_t parts)
+static uint64_t tables_bytes(uint32_t layers, uint32_t parts, uint64_t usage_bytes)
 {
     runtime_carve_t carve = {0};
     runtime_take(&carve, CUDA_MAX_SIGNATURES * sizeof(ffn_cuda_signature_t));
     runtime_take(&carve, (uint64_t)layers * sizeof(ffn_cuda_layer_t));
     runtime_take(&carve, (uint64_t)parts * sizeof(ffn_cuda_part_t));
+    runtime_take(&carve, usage_bytes);
     return carve.used;
+}
+
+/* Gives each model its part of the counters; returns their bytes. */
+static uint64_t start_plan_usage(ffn_cuda_runtime_t *runtime)
+{
+    uint64_t bytes = 0;
+    for (uint32_t m = 0; m < FFN_CUDA_MAX_MODELS; m++) {
+        cuda_model_t *model = &runtime->model[m];
+        model->usage_first = bytes;
+        for (uint32_t l = 0; l < model->layers; l++)
+            bytes += ffn_cuda_usage_bytes(runtime->template[model->template[l]].signature.experts);
+        model->usage_bytes = bytes - model->usage_first;
+    }
+    return bytes;
+}
+
+static xp_status_t start_usage(ffn_cuda_runtime_t *runtime)
+{
+    uint64_t most = 0;
+    for (uint32_t m = 0; m < FFN_CUDA_MAX_MODELS; m++)
+        most = runtime->model[m].usage_bytes > most ? runtime->model[m].usage_bytes : most;
+    return most ? cuda_host_alloc(runtime->device, most, &runtime->usage) : XP_OK;
 }
 
 /* All models' layers and parts behind one another, with device addresses. */
@@ -389,6 +413,7 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             .dtype = model->dtype,
             .decode_rows = FFN_CUDA_DECODE_ROWS,
         };
+        uint64_t usage = model->usage_first;
         for (uint32_t l = 0; l < model->layers; l++) {
             const uint32_t part = next_part + model->first_part[l];
             ffn_cuda_layer_t *layer = &layers[next_layer + l];
@@ -398,6 +423,10 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             layer->parts = (const ffn_cuda_part_t *)cuda_pointer(parts) + part;
             /* After a token's last layer comes its first one. */
             layer->next = next_layer + (l + 1) % model->layers;
+            const uint64_t counters =
+                ffn_cuda_usage_bytes(runtime->template[model->template[l]].signature.experts);
+            layer->usage = counters ? cuda_pointer(runtime->usage_at + usage) : NULL;
+            usage += counters;
             runtime->layer_template[next_layer + l] = model->template[l];
             runtime->layer_part[next_layer + l] = part;
             const uint32_t rows =
@@ -430,14 +459,18 @@ static xp_status_t start_tables(ffn_cuda_runtime_t *runtime)
         status = xp_fail(XP_NO_MEMORY, "no memory for tables of %u layers", runtime->layers);
         goto done;
     }
-    const uint64_t bytes = tables_bytes(runtime->layers, parts);
+    const uint64_t usage_bytes = start_plan_usage(runtime);
+    const uint64_t bytes = tables_bytes(runtime->layers, parts, usage_bytes);
     XP_TRY_GOTO(status, done,
                 runtime_admit(runtime, cuda_vmm_round_up(runtime->device, bytes), "the tables"));
     XP_TRY_GOTO(status, done, cuda_block_create(runtime->device, bytes, &runtime->tables));
+    XP_TRY_GOTO(status, done, runtime_zero(runtime, &runtime->tables));
+    XP_TRY_GOTO(status, done, start_usage(runtime));
     runtime_carve_t carve = {.base = runtime->tables.address};
     const cuda_address_t signatures_at = runtime_take(&carve, sizeof(signatures));
     const cuda_address_t layers_at = runtime_take(&carve, runtime->layers * sizeof(*layers));
     const cuda_address_t parts_at = runtime_take(&carve, parts * sizeof(*runtime->part));
+    runtime->usage_at = runtime_take(&carve, usage_bytes);
     for (uint32_t t = 0; t < runtime->templates; t++)
         signatures[t] = runtime->template[t].signature;
     start_fill_tables(runtime, signatures_at, parts_at, layers);
@@ -703,6 +736,42 @@ xp_status_t ffn_cuda_runtime_stats(ffn_cuda_runtime_t *runtime, ffn_cuda_stats_t
     return status;
 }
 
+xp_status_t ffn_cuda_runtime_usage(ffn_cuda_runtime_t *runtime, uint32_t model,
+                                   ffn_usage_t *usage_out)
+{
+    const xp_clock_t clock = xp_clock_system();
+    ffn_usage_t usage = {0};
+    if (model >= FFN_CUDA_MAX_MODELS || !runtime->model[model].installed || !runtime->started)
+        return xp_fail(XP_INVALID, "no model %u has started on cuda:%d", model,
+                       runtime->device->ordinal);
+    const cuda_model_t *own = &runtime->model[model];
+    if (own->usage_bytes == 0) {
+        *usage_out = usage;
+        return XP_OK;
+    }
+    XP_TRY(cuda_device_use(runtime->device));
+    pthread_mutex_lock(&runtime->stats_lock);
+    xp_status_t status =
+        CUDA_CALL(runtime->device->driver, cuMemcpyDtoHAsync, runtime->usage,
+                  runtime->usage_at + own->usage_first, own->usage_bytes, runtime->watch);
+    if (status == XP_OK)
+        status = cuda_stream_wait(runtime->device, runtime->watch, &clock,
+                                  xp_monotonic_ns() + STATS_LIMIT_NS);
+    uint64_t at = 0;
+    for (uint32_t l = 0; status == XP_OK && l < own->layers; l++) {
+        const uint32_t experts = runtime->template[own->template[l]].signature.experts;
+        ffn_cuda_usage_t *one = (ffn_cuda_usage_t *)((uint8_t *)runtime->usage + at);
+        if (experts)
+            ffn_usage_add(one->executions, one->rows, one->experts, ffn_cuda_usage_chosen(one),
+                          experts, &usage);
+        at += ffn_cuda_usage_bytes(experts);
+    }
+    pthread_mutex_unlock(&runtime->stats_lock);
+    if (status == XP_OK)
+        *usage_out = usage;
+    return status;
+}
+
 uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t *records_out,
                                   uint32_t limit, uint64_t *skipped_out)
 {
@@ -750,7 +819,7 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
     ffn_cuda_ledger_t ledger = {0};
     ffn_cuda_limits_t limits = {0};
     uint32_t layers = 0, parts = 0, templates = 0;
-    uint64_t library_bytes = 0;
+    uint64_t library_bytes = 0, usage_bytes = 0;
     ffn_cuda_signature_t seen[CUDA_MAX_SIGNATURES];
     const ffn_cuda_config_t config = {.lanes = lanes, .max_rows = max_rows};
     cuda_lane_t *lane = calloc(lanes ? lanes : 1, sizeof(*lane));
@@ -768,6 +837,7 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
             ffn_cuda_signature_t signature;
             cuda_layout_signature(&none, specs[m], l, tp_sizes[m], &signature);
             parts += cuda_layout_parts(&specs[m]->ffn[l]);
+            usage_bytes += ffn_cuda_usage_bytes(signature.experts);
             const uint32_t piece = cuda_layout_piece_rows(&signature, max_rows);
             limits_add(&limits, &signature, piece);
             uint32_t t = 0;
@@ -784,7 +854,7 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
         }
     }
     ledger.table_bytes = runtime_granules(runtime_carve_words(shape, 0)) +
-                         runtime_granules(tables_bytes(layers, parts));
+                         runtime_granules(tables_bytes(layers, parts, usage_bytes));
     const uint64_t all = lanes_carve(&limits, lanes, buffer_rows, library_bytes, 0, lane, &unused);
     ledger.lane_bytes = (uint64_t)lanes * 2 * buffer_rows * limits.hidden * 2;
     ledger.workspace_bytes = runtime_granules(all) - ledger.lane_bytes;

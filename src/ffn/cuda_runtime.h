@@ -147,6 +147,11 @@ typedef struct ffn_cuda_stats {
 } ffn_cuda_stats_t;
 xp_status_t ffn_cuda_runtime_stats(ffn_cuda_runtime_t *runtime, ffn_cuda_stats_t *stats_out);
 
+/* Any thread. What a model's routers chose: one copy of its counters, while kernels go on adding to
+ * them. XP_INVALID: no such model, or before start. */
+xp_status_t ffn_cuda_runtime_usage(ffn_cuda_runtime_t *runtime, uint32_t model,
+                                   ffn_usage_t *usage_out);
+
 /* Any one thread: up to `limit` records of Invocations that ended since the last call, oldest
  * first, times in nanoseconds of CLOCK_MONOTONIC. Records that were overwritten unread are counted
  * in skipped_out. */

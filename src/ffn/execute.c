@@ -156,6 +156,7 @@ static uint32_t execute_route(ffn_runtime_t *runtime, ffn_lane_t *lane, const ff
         lane->offsets[e + 1] += first;
         if (count == 0)
             continue;
+        layer->usage->chosen[e] += count;
         lane->active[parts++] = (ffn_active_t){
             .triple = &layer->triples[e],
             .row_ids = lane->row_ids + first,
@@ -165,6 +166,9 @@ static uint32_t execute_route(ffn_runtime_t *runtime, ffn_lane_t *lane, const ff
             .activations = (size_t)first * s->intermediate,
         };
     }
+    layer->usage->executions++;
+    layer->usage->rows += rows;
+    layer->usage->experts += parts;
     /* offsets[e] is now the first free place of expert e. */
     for (uint32_t r = 0; r < rows; r++)
         for (uint32_t i = 0; i < top_k; i++) {

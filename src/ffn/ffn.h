@@ -103,6 +103,25 @@ xp_status_t ffn_runtime_execute(ffn_runtime_t *runtime, uint32_t lane, uint32_t 
 xp_status_t ffn_runtime_describe(const ffn_runtime_t *runtime, uint32_t model, uint32_t layer,
                                  uint32_t rows, uint32_t *template_out, uint32_t *capacity_out);
 
+/* What a model's routers chose since start, over its layers of experts on this device; live rows
+ * only. */
+#define FFN_USAGE_BINS 8
+typedef struct ffn_usage {
+    uint64_t executions;  /* of a layer, with rows; rows that are computed in pieces: one a piece */
+    uint64_t rows;        /* over them */
+    uint64_t experts;     /* distinct ones that an execution read, summed */
+    uint64_t places;      /* experts installed, over all layers */
+    uint64_t chosen;      /* of these, chosen by a row at least once */
+    uint64_t least, most; /* rows that chose the expert chosen least, and most */
+    /* Experts by their rows over their layer's mean: below 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, and
+     * from there on. Layers without any row are in none. */
+    uint64_t bins[FFN_USAGE_BINS];
+} ffn_usage_t;
+
+/* Adds one layer: its counters and `places` counts of rows. */
+void ffn_usage_add(uint64_t executions, uint64_t rows, uint64_t experts, const uint64_t *chosen,
+                   uint32_t places, ffn_usage_t *usage);
+
 typedef struct ffn_stats {
     uint64_t weight_bytes; /* over all installed models */
     uint64_t workspace_bytes;
@@ -111,5 +130,7 @@ typedef struct ffn_stats {
     uint64_t busy_ns;
 } ffn_stats_t;
 void ffn_runtime_stats(const ffn_runtime_t *runtime, ffn_stats_t *stats_out);
+/* XP_INVALID: no such model. XP_RETRY: an execution has gone on for longer than 20 ms. */
+xp_status_t ffn_runtime_usage(ffn_runtime_t *runtime, uint32_t model, ffn_usage_t *usage_out);
 uint64_t ffn_runtime_model_bytes(const ffn_runtime_t *runtime, uint32_t model);
 #endif

@@ -155,14 +155,16 @@ xp_status_t layout_make(const model_spec_t *spec, const checkpoint_t *checkpoint
     xp_status_t status = XP_OK;
     for (uint32_t l = 0; l < spec->layers; l++) {
         const model_ffn_t *ffn = &spec->ffn[l];
+        maker.layout.usage_bytes += ffn_chosen_bytes(ffn);
         XP_TRY_GOTO(status, fail,
                     ffn->kind == MODEL_FFN_MOE
                         ? layout_add_moe(&maker, l, ffn)
                         : layout_add_triple(&maker, l, 0, "", ffn->intermediate));
     }
     maker.layout.weight_bytes = layout_round(maker.layout.weight_bytes, LAYOUT_PAGE);
-    maker.layout.table_bytes =
-        spec->layers * sizeof(ffn_layer_t) + (uint64_t)maker.layout.triples * sizeof(ffn_triple_t);
+    maker.layout.table_bytes = spec->layers * sizeof(ffn_layer_t) +
+                               (uint64_t)maker.layout.triples * sizeof(ffn_triple_t) +
+                               maker.layout.usage_bytes;
     *layout_out = maker.layout;
     return XP_OK;
 fail:

@@ -35,7 +35,8 @@ typedef struct layout {
     layout_item_t *items;
     size_t count;
     uint64_t weight_bytes; /* of the memfd, a multiple of the page */
-    uint64_t table_bytes;  /* layers and matrices on the heap */
+    uint64_t table_bytes;  /* layers, matrices and counters on the heap */
+    uint64_t usage_bytes;  /* of these, the counters */
     uint32_t triples;
 } layout_t;
 

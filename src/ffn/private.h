@@ -50,12 +50,27 @@ typedef struct ffn_template {
     ffn_capacity_t capacity[FFN_MAX_CAPACITIES];
 } ffn_template_t;
 
+/* What a layer's router chose since start; under the runtime's `team` lock. */
+typedef struct ffn_chosen {
+    uint64_t executions, rows, experts; /* as in ffn_usage_t */
+    uint64_t chosen[];                  /* [experts] rows that chose each */
+} ffn_chosen_t;
+
+/* Bytes of a layer's; 0 for a dense one. */
+static inline uint64_t ffn_chosen_bytes(const model_ffn_t *ffn)
+{
+    return ffn->kind == MODEL_FFN_MOE
+               ? sizeof(ffn_chosen_t) + (uint64_t)ffn->experts * sizeof(uint64_t)
+               : 0;
+}
+
 typedef struct ffn_layer {
     ffn_template_t *template;
     model_ffn_t rule;      /* router rule; widths of the whole model */
     ffn_triple_t *triples; /* dense: 1; MoE: experts, then the shared one if any */
     kernels_matrix_t router;
-    const float *bias; /* e_score_correction_bias or NULL */
+    const float *bias;   /* e_score_correction_bias or NULL */
+    ffn_chosen_t *usage; /* in the model's; NULL: dense */
 } ffn_layer_t;
 
 typedef struct ffn_model {
@@ -67,6 +82,7 @@ typedef struct ffn_model {
     ffn_weights_t kept;    /* the same for others; fd -1: none */
     ffn_layer_t *layer;    /* [layers] */
     ffn_triple_t *triples; /* of all layers */
+    uint8_t *usage;        /* likewise: ffn_chosen_t behind one another */
 } ffn_model_t;
 
 /* One expert's part of an Invocation. */

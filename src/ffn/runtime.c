@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -19,6 +20,8 @@
 #include "ffn/load.h"
 #include "ffn/load_share.h"
 #include "ffn/private.h"
+
+#define USAGE_TRIES 20 /* a millisecond each: the event loop of the FfnAgent asks */
 
 typedef struct workspace_shape {
     uint32_t threads, lanes, rows; /* rows: computed at once */
@@ -139,6 +142,7 @@ static void runtime_release_model(ffn_runtime_t *runtime, ffn_model_t *model)
         close(model->kept.fd);
     free(model->layer);
     free(model->triples);
+    free(model->usage);
     memset(model, 0, sizeof(*model));
     model->kept.fd = -1;
 }
@@ -236,9 +240,14 @@ static void install_tables(ffn_model_t *model, const model_spec_t *spec, const l
                            const bool *packed)
 {
     uint32_t next_triple = 0;
+    uint64_t next_usage = 0;
     for (uint32_t l = 0; l < spec->layers; l++) {
         const model_ffn_t *ffn = &spec->ffn[l];
+        const uint64_t usage_bytes = ffn_chosen_bytes(ffn);
         model->layer[l].rule = *ffn;
+        if (usage_bytes)
+            model->layer[l].usage = (ffn_chosen_t *)(void *)(model->usage + next_usage);
+        next_usage += usage_bytes;
         model->layer[l].triples = model->triples + next_triple;
         next_triple +=
             ffn->kind == MODEL_FFN_MOE ? ffn->experts + (ffn->shared_intermediate > 0) : 1;
@@ -429,8 +438,9 @@ xp_status_t ffn_runtime_install(ffn_runtime_t *runtime, const ffn_install_t *ins
     model.bytes = need.model_bytes;
     model.layer = calloc(spec->layers, sizeof(ffn_layer_t));
     model.triples = calloc(layout.triples, sizeof(ffn_triple_t));
+    model.usage = calloc(1, layout.usage_bytes + 1);
     packed = calloc(layout.count, sizeof(bool));
-    if (!model.layer || !model.triples || !packed) {
+    if (!model.layer || !model.triples || !model.usage || !packed) {
         status = xp_fail(XP_NO_MEMORY, "no memory for the tables of model %s", install->model_id);
         goto done;
     }
@@ -516,6 +526,31 @@ void ffn_runtime_stats(const ffn_runtime_t *runtime, ffn_stats_t *stats_out)
     stats.signatures = stats.templates; /* one each, by construction */
     pthread_mutex_unlock(&locked->team);
     *stats_out = stats;
+}
+
+xp_status_t ffn_runtime_usage(ffn_runtime_t *runtime, uint32_t model, ffn_usage_t *usage_out)
+{
+    ffn_usage_t usage = {0};
+    xp_status_t status = XP_OK;
+    for (uint32_t tries = 0; pthread_mutex_trylock(&runtime->team) != 0; tries++) {
+        if (tries == USAGE_TRIES)
+            return xp_fail(XP_RETRY, "the device computes");
+        nanosleep(&(struct timespec){.tv_nsec = XP_NS_PER_MS}, NULL);
+    }
+    if (model < FFN_MAX_MODELS && runtime->model[model].installed) {
+        const ffn_model_t *own = &runtime->model[model];
+        for (uint32_t l = 0; l < own->layers; l++) {
+            const ffn_chosen_t *one = own->layer[l].usage;
+            if (one)
+                ffn_usage_add(one->executions, one->rows, one->experts, one->chosen,
+                              own->layer[l].rule.experts, &usage);
+        }
+        *usage_out = usage;
+    } else {
+        status = xp_fail(XP_INVALID, "no model %u is installed", model);
+    }
+    pthread_mutex_unlock(&runtime->team);
+    return status;
 }
 
 uint64_t ffn_runtime_model_bytes(const ffn_runtime_t *runtime, uint32_t model)

@@ -350,6 +350,7 @@ const char *wire_body_name(pb_size_t which_body)
                                         [xpw_Envelope_stage_grant_tag] = "StageGrant",
                                         [xpw_Envelope_arena_detached_tag] = "ArenaDetached",
                                         [xpw_Envelope_plane_stats_tag] = "PlaneStats",
+                                        [xpw_Envelope_expert_usage_tag] = "ExpertUsage",
                                         [xpw_Envelope_kept_weights_tag] = "KeptWeights",
                                         [xpw_Envelope_fabric_id_tag] = "FabricId"};
     bool known = which_body < sizeof(names) / sizeof(names[0]) && names[which_body];

@@ -3,7 +3,7 @@
  * The FFN kernels against the CPU reference, for many shapes: decode (launch, captured graph,
  * resident), bulk, cuBLASLt, sums of partials.
  *
- * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [library] [reduce]
+ * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [padded] [library] [reduce]
  * small: few rows and shapes, for compute-sanitizer. No group named: all of them. Every case runs,
  * also after one that failed.
  */
@@ -93,7 +93,7 @@ static void lane_row(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_lane_t
 static bool reference_row(const ffn_kit_model_t *m, uint32_t layer, uint64_t seed, uint32_t row,
                           float *want)
 {
-    enum { PLACES = 512 };
+    enum { PLACES = 2048 };
     static struct {
         uint64_t model, seed;
         uint32_t layer, row;
@@ -386,6 +386,151 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
     lane_free(kit, &l);
 }
 
+/* ---- padded rows -------------------------------------------------------------------------------
+ * Three live rows of a batch captured for more. Experts that only the rows behind them would choose
+ * have no weights at all (reading them ends the program), and the counters name each chosen expert.
+ */
+#define PADDED_LIVE     3u
+#define PADDED_CAPACITY 32u
+
+typedef struct padded_case {
+    test_lane_t lane;
+    uint64_t live[FFN_CUDA_MAX_EXPERTS]; /* live rows that choose each, by the reference */
+    uint32_t distinct, absent;
+} padded_case_t;
+
+/* Rows whose choice hangs on the last bits are no reference: another seed. */
+static uint64_t padded_seed(const ffn_kit_model_t *m)
+{
+    float *unused = malloc(m->signature.hidden * sizeof(float));
+    CHECK(unused);
+    for (uint64_t seed = 800; seed < 900; seed++) {
+        uint32_t row = 0;
+        while (row < PADDED_LIVE && ffn_kit_reference(m, 0, seed, row, unused))
+            row++;
+        if (row == PADDED_LIVE) {
+            free(unused);
+            return seed;
+        }
+    }
+    CHECK(!"three rows without ties");
+    return 0;
+}
+
+/* Takes the weights of experts of padded rows out of the table of layer 0. */
+static void padded_take_out(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one)
+{
+    uint32_t chosen[FFN_CUDA_MAX_TOP_K];
+    bool absent[FFN_CUDA_MAX_EXPERTS] = {false};
+    ffn_cuda_part_t *parts = malloc(m->parts * sizeof(*parts));
+    CHECK(parts);
+    memcpy(parts, m->part, m->parts * sizeof(*parts));
+    for (uint32_t row = 0; row < PADDED_CAPACITY; row++) {
+        ffn_kit_chosen(m, 0, one->lane.seed, row, chosen);
+        for (uint32_t i = 0; i < m->signature.top_k; i++) {
+            one->live[chosen[i]] += row < PADDED_LIVE;
+            absent[chosen[i]] = true;
+        }
+    }
+    for (uint32_t e = 0; e < m->signature.experts; e++) {
+        one->distinct += one->live[e] != 0;
+        if (!absent[e] || one->live[e])
+            continue;
+        parts[e] = (ffn_cuda_part_t){NULL, NULL, NULL};
+        one->absent++;
+    }
+    ffn_kit_write(kit, m->part_at, parts, m->parts * sizeof(*parts));
+    free(parts);
+}
+
+/* After one execution with zeroed counters. */
+static void padded_check(ffn_kit_t *kit, const ffn_kit_model_t *m, const padded_case_t *one,
+                         const char *what)
+{
+    const uint64_t bytes = ffn_cuda_usage_bytes(m->signature.experts);
+    ffn_cuda_usage_t *usage = malloc(bytes);
+    CHECK(usage);
+    ffn_kit_read(kit, m->usage, usage, bytes);
+    lane_compare(kit, m, &one->lane, PADDED_LIVE, what);
+    bool right =
+        usage->executions == 1 && usage->rows == PADDED_LIVE && usage->experts == one->distinct;
+    for (uint32_t e = 0; e < m->signature.experts; e++)
+        right = right && ffn_cuda_usage_chosen(usage)[e] == one->live[e];
+    if (!right) {
+        printf("failed: %s: experts %u top %u: %llu executions of %llu rows read %llu experts, "
+               "%u live rows choose %u\n",
+               what, m->signature.experts, m->signature.top_k,
+               (unsigned long long)usage->executions, (unsigned long long)usage->rows,
+               (unsigned long long)usage->experts, PADDED_LIVE, one->distinct);
+        failed++;
+    }
+    free(usage);
+}
+
+static void padded_fresh(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one)
+{
+    ffn_kit_set(kit, m->usage, 0, ffn_cuda_usage_bytes(m->signature.experts));
+    lane_set(kit, m, &one->lane, 0, PADDED_LIVE, false, one->lane.seed);
+}
+
+static void padded_graph(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one,
+                         uint32_t bulk_rows, const char *what)
+{
+    cuda_graph_exec_t graph;
+    padded_fresh(kit, m, one);
+    CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
+    if (bulk_rows)
+        CHECK_OK(
+            ffn_cuda_bulk(&kit->kernels, &m->signature, bulk_rows, 0, one->lane.at, kit->stream));
+    else
+        CHECK_OK(ffn_cuda_decode(&kit->kernels, one->lane.at, kit->stream));
+    CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
+    CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    padded_check(kit, m, one, what);
+    cuda_graph_destroy(&kit->device, graph);
+}
+
+static void padded_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one)
+{
+    ffn_cuda_command_t commands[2];
+    cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
+    padded_fresh(kit, m, one);
+    memset(commands, 0, sizeof(commands));
+    commands[0] = (ffn_cuda_command_t){.sequence = 1,
+                                       .lane = (ffn_cuda_lane_t *)(uintptr_t)one->lane.at,
+                                       .layers = one->lane.lane.layers,
+                                       .input = one->lane.lane.input,
+                                       .output = one->lane.lane.output,
+                                       .rows = PADDED_LIVE};
+    commands[1].sequence = 2; /* no Lane: leave */
+    ffn_kit_write(kit, queue, commands, sizeof(commands));
+    CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, false, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    padded_check(kit, m, one, "padded rows, resident");
+    ffn_kit_free(kit, queue);
+}
+
+static void test_padded(ffn_kit_t *kit, const ffn_kit_model_t *m)
+{
+    static const uint32_t capacities[] = {4, 8, 16, PADDED_CAPACITY};
+    padded_case_t one;
+    memset(&one, 0, sizeof(one));
+    lane_make(kit, m, PADDED_CAPACITY, PADDED_CAPACITY, &one.lane);
+    one.lane.seed = padded_seed(m);
+    padded_take_out(kit, m, &one);
+    padded_graph(kit, m, &one, 0, "padded rows, decode graph");
+    padded_resident(kit, m, &one);
+    for (uint32_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++)
+        padded_graph(kit, m, &one, capacities[i], "padded rows, bulk graph");
+    printf("padded rows: experts %u top %u: %u live rows read %u experts; %u more would be read "
+           "with the %u padded ones\n",
+           m->signature.experts, m->signature.top_k, PADDED_LIVE, one.distinct, one.absent,
+           PADDED_CAPACITY - PADDED_LIVE);
+    ffn_kit_write(kit, m->part_at, m->part, m->parts * sizeof(*m->part));
+    lane_free(kit, &one.lane);
+}
+
 static void test_library(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
     static const uint32_t counts[] = {1, 33, 512, 2048};
@@ -486,6 +631,8 @@ int main(int count, char **arguments)
         }
         if (wanted(count, arguments, "bulk"))
             test_bulk(&kit, &m);
+        if (wanted(count, arguments, "padded") && s->experts)
+            test_padded(&kit, &m);
         if (wanted(count, arguments, "library") && s->experts == 0)
             test_library(&kit, &m);
         if (wanted(count, arguments, "reduce"))

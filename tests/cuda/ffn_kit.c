@@ -157,6 +157,8 @@ void ffn_kit_model_make(ffn_kit_t *kit, const ffn_cuda_signature_t *signature, u
         (uint64_t)s->experts * s->hidden * (s->router_dtype == FFN_CUDA_F32 ? 4 : 2);
     m.routers = ffn_kit_alloc(kit, router_bytes * layers);
     m.biases = ffn_kit_alloc(kit, (uint64_t)s->experts * 4 * layers);
+    const uint64_t usage_bytes = ffn_cuda_usage_bytes(s->experts);
+    m.usage = ffn_kit_alloc(kit, usage_bytes * layers);
     m.signature_at = ffn_kit_alloc(kit, sizeof(*s));
     m.layer_at = ffn_kit_alloc(kit, layers * sizeof(ffn_cuda_layer_t));
     m.part_at = ffn_kit_alloc(kit, (uint64_t)layers * m.parts * sizeof(ffn_cuda_part_t));
@@ -188,6 +190,8 @@ void ffn_kit_model_make(ffn_kit_t *kit, const ffn_cuda_signature_t *signature, u
             .router = (void *)(uintptr_t)(m.routers + l * router_bytes),
             .bias = bias ? (const float *)(uintptr_t)m.biases + (size_t)l * s->experts : NULL,
             .next = (l + 1) % layers,
+            .usage =
+                usage_bytes ? (ffn_cuda_usage_t *)(uintptr_t)(m.usage + l * usage_bytes) : NULL,
         };
     }
     ffn_kit_write(kit, m.signature_at, s, sizeof(*s));
@@ -199,8 +203,8 @@ void ffn_kit_model_make(ffn_kit_t *kit, const ffn_cuda_signature_t *signature, u
 
 void ffn_kit_model_free(ffn_kit_t *kit, ffn_kit_model_t *m)
 {
-    const cuda_address_t all[] = {m->weights,      m->routers,  m->biases,
-                                  m->signature_at, m->layer_at, m->part_at};
+    const cuda_address_t all[] = {m->weights,  m->routers, m->biases, m->signature_at,
+                                  m->layer_at, m->part_at, m->usage};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
         ffn_kit_free(kit, all[i]);
     free(m->part);

@@ -13,6 +13,7 @@
 #include "cuda/stream.h"
 #include "ffn/cuda/kernels.h"
 #include "ffn/cuda/library.h"
+#include "ffn/cuda/usage.h"
 #include "ffn_device.h"
 
 #define FFN_KIT_SKIP 77
@@ -57,6 +58,7 @@ typedef struct ffn_kit_model {
     uint64_t part_bytes;
     cuda_address_t weights, routers, biases; /* contiguous, a layer after the other */
     cuda_address_t signature_at, layer_at, part_at;
+    cuda_address_t usage;  /* [layers], each ffn_cuda_usage_bytes() */
     ffn_cuda_part_t *part; /* host copy: [layers][parts] */
     bool bias;
 } ffn_kit_model_t;

@@ -53,7 +53,8 @@ static uint32_t scene_now;
 static bool far_now; /* no PE's memory is mapped by another: the courier carries all answers */
 static agent_t atns[2], ffns[MEMBERS_MAX];
 static agent_t clients[FABRIC_MAX_RANKS];
-static double floor_us = -1, floor_p99_us = -1;
+static hop_floor_t hop_floor = {-1, -1, -1};
+static uint32_t variant_now; /* of FfnAgents */
 
 /* ---- one PE of the floor: a role of this program -------------------------------------------- */
 #define PING_PAYLOAD (256u << 10)
@@ -269,8 +270,8 @@ static void pes_up(uint32_t scene, bool shares)
     }
     for (uint32_t f = 0; f < plan.ffn_count; f++) {
         environment_of(plan.atn_count + f, shares);
-        spawn("ffn", f | scene << 8 | ++spawned << 16, (uint32_t)gpu_of_pe(plan.atn_count + f),
-              &ffns[f]);
+        spawn("ffn", f | scene << 8 | variant_now << 12 | ++spawned << 16,
+              (uint32_t)gpu_of_pe(plan.atn_count + f), &ffns[f]);
         pes[plan.atn_count + f] = &ffns[f];
     }
     under_mps(true);
@@ -414,15 +415,12 @@ static void measure_trips(uint32_t instance, const char *name, uint32_t thousand
         answer.wrong += all.wrong;
         all = answer;
     }
-    row(name, all, all.times.p50_us, "us", floor_us, NULL,
+    row(name, all, all.times.p50_us, "us", hop_floor.p50_us, NULL,
         "whole layer in one kernel, 1 row of 2048, every element checked; floor: raw put with "
         "signal by NVSHMEM");
-    if (floor_us > 0 && strcmp(name, "round_trip_us") == 0) {
-        row("p50_over_floor", all, all.times.p50_us / floor_us, "x", floor_us, NULL,
-            "relay over NVSHMEM, mailbox and echo included, over the raw round trip of one row");
-        row("p99_over_floor", all, all.times.p99_us / floor_p99_us, "x", floor_p99_us, NULL,
-            "relay over NVSHMEM, mailbox and echo included, over the raw round trip of one row");
-    }
+    if (strcmp(name, "round_trip_us") == 0)
+        hop_rows(far_now ? "nvshmem_far" : "nvshmem", &all, &hop_floor,
+                 "NVSHMEM's own put of 4096 bytes with signal between two PEs");
 }
 
 static void measure_rows(uint32_t instance, const char *way, const uint32_t *rows, uint32_t count)
@@ -435,7 +433,7 @@ static void measure_rows(uint32_t instance, const char *way, const uint32_t *row
                  "a layer of a captured graph of %d, %u rows of %d BF16 a rank, echo, %u ranks "
                  "(times: a replay / %d, the slowest rank's)",
                  LAYERS, rows[i], WIDTH, fabric_plan_ranks(&plan.instances[instance]), LAYERS);
-        row(name, answer, answer.times.p50_us, "us", floor_us, NULL, what);
+        row(name, answer, answer.times.p50_us, "us", hop_floor.p50_us, NULL, what);
     }
 }
 
@@ -505,8 +503,8 @@ static void part_ping(void)
             pings[i].bytes, pings[i].threads);
         row(pings[i].metric, answer, answer.times.p50_us, "us", -1, NULL, what);
         if (pings[i].bytes == WIDTH * 2) {
-            floor_us = answer.times.p50_us;
-            floor_p99_us = answer.times.p99_us;
+            hop_floor.p50_us = answer.times.p50_us;
+            hop_floor.p99_us = answer.times.p99_us;
         }
     }
     for (int pe = 0; pe < 2; pe++) {
@@ -519,13 +517,47 @@ static void part_ping(void)
 static const uint32_t few_rows[] = {1, 16, 128}, all_rows[] = {1, 4, 16, 64, 128, 512},
                       no_rows[] = {0, 1, 16};
 
+static answer_t counters_of(agent_t *ffn)
+{
+    answer_t answer = ask(ffn, (order_t){.what = ORDER_COUNTERS}, -1, NULL);
+    CHECK_OK(answer.status);
+    return answer;
+}
+
+/* What the echo of a row takes, by an FfnAgent that keeps notes: a scene of its own, since they
+ * cost it a look at the clock. */
+static void measure_compute(void)
+{
+    variant_now = VARIANT_NOTES;
+    scene_up(SCENE_ONE);
+    variant_now = 0;
+    instance_up(INSTANCE_A);
+    answer_t before = counters_of(&ffns[0]);
+    answer_t trips = all_ranks(INSTANCE_A, (order_t){ORDER_TRIPS, 0, 0, 1, 20000});
+    answer_t after = counters_of(&ffns[0]);
+    hop_floor.compute_us = hop_compute_us(&before, &after);
+    row("echo_row_us", trips, hop_floor.compute_us, "us", -1, NULL,
+        "what stands for the execution in round trips: mean of the echo of 1 row of 2048 BF16");
+    instance_down(INSTANCE_A);
+    scene_down();
+}
+
 static void part_one(uint32_t thousands)
 {
+    enum { BULKS = 10, WARM = 3 };
+    measure_compute();
     scene_up(SCENE_ONE);
     instance_up(INSTANCE_A);
     measure_trips(INSTANCE_A, "round_trip_us", thousands);
     measure_rows(INSTANCE_A, "one", all_rows, 6);
     instance_down(INSTANCE_A);
+    instance_up(INSTANCE_BULK);
+    answer_t before = counters_of(&ffns[0]);
+    answer_t bulk = all_ranks(INSTANCE_BULK, (order_t){ORDER_BULK, 0, 0, 0, BULKS});
+    answer_t after = counters_of(&ffns[0]);
+    hop_bulk_row(far_now ? "nvshmem_far" : "nvshmem", &bulk,
+                 (double)(after.values[3] - before.values[3]) / (BULKS + WARM) / 1e3);
+    instance_down(INSTANCE_BULK);
     scene_down();
 }
 

@@ -70,6 +70,23 @@ typedef struct answer {
     char text[256];
 } answer_t;
 
+/* ---- what a way between two GPUs costs ------------------------------------------------------ */
+/* Raw round trip of as many bytes and a word, and the execution that lies in a round trip: the mean
+ * of the echo's rows as the scheduler notes them. Negative: not measured in this run. */
+typedef struct hop_floor {
+    double p50_us, p99_us, compute_us;
+} hop_floor_t;
+/* Of an FfnAgent with VARIANT_NOTES: what an echo took between two of its answers to
+ * ORDER_COUNTERS. */
+double hop_compute_us(const answer_t *before, const answer_t *after);
+/* Rows hop.cuda.<way>.p50_over_floor and p99_over_floor: (round trip - compute) over the floor's
+ * P50, if both are known. `floor_text` says what the floor is. */
+void hop_rows(const char *way, const answer_t *trips, const hop_floor_t *floor,
+              const char *floor_text);
+/* Row hop.cuda.<way>.bulk_gbs of a relayed way, of an answer to ORDER_BULK and the execution's time
+ * of a layer. */
+void hop_bulk_row(const char *way, const answer_t *bulk, double execute_us);
+
 /* A client's first number: what agent_spawn() hands to the role. */
 static inline uint32_t client_number(uint32_t instance, uint32_t rank, uint32_t scene,
                                      uint32_t variant, bool by_relay)

@@ -16,9 +16,12 @@ from unittest import mock
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "benches"))
 
+import hop_ways  # noqa: E402
 import numpy  # noqa: E402
+import results  # noqa: E402
 import sglang_gpu  # noqa: E402
 import sglang_models  # noqa: E402
+import sglang_padded  # noqa: E402
 import sglang_servers  # noqa: E402
 import sglang_spread  # noqa: E402
 import sglang_truth  # noqa: E402
@@ -270,6 +273,50 @@ class Arguments(unittest.TestCase):
         self.assertTrue(20 < len(one) < 60)
         self.assertLessEqual(max(len(body["input_ids"]) for _, body in one), run.sizes.cold_prompt)
         self.assertLessEqual(max(body["sampling_params"]["max_new_tokens"] for _, body in one), run.sizes.cold_answer)
+
+
+class Hops(unittest.TestCase):
+    def row(self, metric, value):
+        return results.row(f"hop.cuda.{metric}", value, "x", note=f"of {metric}")
+
+    def test_the_best_way_gives_the_metric(self):
+        rows = [self.row("direct.p50_over_floor", 1.7), self.row("relay.p50_over_floor", 3.1),
+                self.row("nvshmem.p50_over_floor", 3.6), self.row("direct.bulk_gbs", 300), self.row("relay.bulk_gbs", 20),
+                self.row("peer_copy_gbs", 400)]
+        for _ in range(2):  # made anew from what a former call made
+            rows = hop_ways.with_fixed(rows)
+            self.assertEqual(len(rows), 10)
+            found = {row["metric"]: row for row in rows}
+            self.assertEqual((found["hop.cuda.p50_over_floor"]["value"], found["hop.cuda.p50_over_floor"]["target"]), (1.7, "<= 2"))
+            self.assertIn("p2p relay 3.100, relay over NVSHMEM 3.600", found["hop.cuda.p50_over_floor"]["note"])
+            self.assertEqual(found["hop.cuda.bulk_link_fraction"]["value"], 0.75)
+            self.assertEqual(found["hop.cuda.relay.bulk_link_fraction"]["value"], 0.05)
+            self.assertEqual([row["metric"] for row in rows if row["target"]], ["hop.cuda.p50_over_floor", "hop.cuda.bulk_link_fraction"])
+
+    def test_a_run_of_another_way_alone_says_nothing(self):
+        rows = [self.row("nvshmem.p50_over_floor", 3.6), self.row("nvshmem.bulk_gbs", 20)]
+        self.assertEqual(hop_ways.with_fixed(rows), rows)
+
+
+class Padded(unittest.TestCase):
+    def usage(self, executions, rows, experts):
+        return {"executions": executions, "rows": rows, "experts_read": experts}
+
+    def test_decoding_is_the_difference_of_two_bursts(self):
+        # Prefill of 48 rows in one pass of 10 layers, then 1 or 129 steps of 3 rows.
+        usage = iter([self.usage(0, 0, 0), self.usage(20, 510, 900), self.usage(20, 510, 900), self.usage(1320, 4860, 30800)])
+        told = iter([counted(0, 0, 0), counted(20, 2000, 0), counted(20, 2000, 0), counted(1320, 132000, 0)])
+        fleet = types.SimpleNamespace(experts=lambda settled: next(usage), counters=lambda name: next(told))
+        run = types.SimpleNamespace(fleet=fleet)
+        found = sglang_padded.decoding(run, server(""), lambda *asked: asked, 3, 16, 128)
+        self.assertEqual((found["rows"], found["executions"]), (3.0, 1280))
+        self.assertEqual(found["experts"], 29000 / 1280)
+
+    def test_the_histogram_names_its_bins(self):
+        words = sglang_padded.histogram({"bins": [0, 1, 0, 9, 0, 0, 0, 2], "least": 4, "most": 90})
+        self.assertIn("0.25-0.5: 1, 0.75-1: 9, 2+: 2", words)
+        row = sglang_padded.spread_row("m", {"bins": [0] * 8, "least": 0, "most": 0, "rows": 30, "chosen": 6, "places": 8}, {"rows": 10}, 100)
+        self.assertEqual((row["value"], row["target"]), (0.75, ">= 1"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 #include "ffn/cuda/ptx.cuh"
 #include "ffn/cuda/route.cuh"
 #include "ffn/cuda/bulk_shape.h"
+#include "ffn/cuda/usage.h"
 
 static __device__ __forceinline__ const ffn_cuda_layer_t *lane_layer(const ffn_cuda_lane_t *lane)
 {
@@ -204,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
     const uint32_t count = e < s.experts ? w.counts[e] : 0;
     const uint32_t mine = (count + FFN_CUDA_TILE_ROWS - 1) / FFN_CUDA_TILE_ROWS;
     const uint32_t end = block_sum(count, shared);
-    __syncthreads();
+    const uint32_t distinct = __syncthreads_count(count != 0);
+    ffn_cuda_usage_expert(lane_layer(lane)->usage, e, count);
     const uint32_t tile_end = block_sum(mine, shared);
     __syncthreads();
     const uint32_t routed = shared[BULK_PLAN_THREADS - 1];
@@ -224,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
         w.offsets[0] = 0;
         w.tile_count[0] = routed;
         w.tile_count[1] = last;
+        ffn_cuda_usage_execution(lane_layer(lane)->usage, rows, distinct);
     }
 }
 

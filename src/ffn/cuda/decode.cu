@@ -65,6 +65,7 @@ static __device__ __forceinline__ void layer_fetch(decode_state_t &sh, uint32_t 
         layer.parts = l.parts;
         layer.router = l.router;
         layer.bias = l.bias;
+        layer.usage = l.usage;
         layer.dense = first;
         layer.next = l.next;
         layer.last_width = s.experts ? s.shared_intermediate : s.intermediate;

@@ -4,6 +4,7 @@
 #define XPOOL_FFN_CUDA_DECODE_ROUTE_CUH
 
 #include "ffn/cuda/decode_state.cuh"
+#include "ffn/cuda/usage.h"
 
 // ---- router --------------------------------------------------------------------------------------
 // Where this block's rows of the router lie: one after another in the ring, if all fit.
@@ -200,6 +201,8 @@ static __device__ __forceinline__ void route_all(decode_shared_t &shared)
         for (uint32_t first = 0; first < s.experts; first += 32) {
             const uint32_t e = first + lane, mask = e < s.experts ? sh.expert_mask[e] : 0;
             const uint32_t chosen = __ballot_sync(ROUTE_ALL, mask != 0);
+            if (blockIdx.x == 0)
+                ffn_cuda_usage_expert(layer.usage, e, __popc(mask));
             if (mask) {
                 const uint32_t at = count + __popc(chosen & ((1u << lane) - 1));
                 sh.part_of[at] = (uint16_t)e;
@@ -209,6 +212,8 @@ static __device__ __forceinline__ void route_all(decode_shared_t &shared)
         }
         if (lane == 0) {
             call.experts_chosen = count;
+            if (blockIdx.x == 0)
+                ffn_cuda_usage_execution(layer.usage, rows, count);
             sh.part_of[count] = (uint16_t)s.experts;
             sh.mask_of[count] = 0xffffffff;
         }

@@ -36,6 +36,7 @@ struct decode_layer_t {
     const ffn_cuda_part_t *parts;
     const void *router;
     const float *bias;
+    ffn_cuda_usage_t *usage;
     ffn_cuda_part_t dense; // the only part of a dense layer
     uint32_t next;
     uint32_t last_width; // width of the dense or shared part; 0 = none

@@ -62,13 +62,23 @@ typedef struct ffn_cuda_part {
     const void *gate, *up, *down;
 } ffn_cuda_part_t;
 
+/* Counters of a layer of experts since start, with [experts] counts of rows behind it
+ * (ffn/cuda/usage.h). */
+typedef struct ffn_cuda_usage {
+    uint64_t executions; /* with live rows; each piece of bulk work is one */
+    uint64_t rows;
+    uint64_t experts; /* distinct ones that an execution reads, summed */
+    uint64_t reserved[5];
+} ffn_cuda_usage_t;
+
 typedef struct ffn_cuda_layer {
     const ffn_cuda_signature_t *signature;
     const ffn_cuda_part_t *parts; /* dense: 1; MoE: experts, then the shared part if any */
     const void *router;           /* MoE */
     const float *bias;            /* e_score_correction_bias [experts] or NULL */
     uint32_t next;                /* the layer that usually follows, or FFN_CUDA_NO_LAYER */
-    uint32_t reserved[3];
+    uint32_t reserved;
+    ffn_cuda_usage_t *usage; /* MoE: what its router chose; or NULL */
 } ffn_cuda_layer_t;
 
 /* Words by which the blocks of one launch meet. All are counters that only grow, so that nothing

@@ -15,6 +15,7 @@
 #include "base/clock.h"
 #include "ffn/cuda/dispatch_steps.h"
 #include "ffn/cuda/kernels.h"
+#include "ffn/cuda/usage.h"
 #include "ffn/cuda_layout.h"
 #include "ffn/cuda_runtime.h"
 #include "ffn/dummy.h"
@@ -76,6 +77,7 @@ static inline void fake_layer(const ffn_cuda_lane_t *lane)
     const ffn_cuda_layer_t *layer = lane->layers + lane->layer;
     const ffn_cuda_signature_t *s = layer->signature;
     float *x = calloc(s->hidden, sizeof(*x)), *out = calloc(s->hidden, sizeof(*out));
+    uint32_t rows_of[MODEL_MAX_EXPERTS] = {0}, distinct = 0;
     for (uint32_t row = 0; row < lane->rows; row++) {
         for (uint32_t k = 0; k < s->hidden; k++) {
             x[k] = fake_load(lane->input, (uint64_t)row * s->hidden + k, s->dtype);
@@ -98,8 +100,10 @@ static inline void fake_layer(const ffn_cuda_lane_t *lane)
                 logits[e] =
                     fake_dot(layer->router, (uint64_t)e * s->hidden, s->router_dtype, x, s->hidden);
             ffn_route_row(&rule, logits, layer->bias, chosen, weights);
-            for (uint32_t i = 0; i < s->top_k; i++)
+            for (uint32_t i = 0; i < s->top_k; i++) {
+                rows_of[chosen[i]]++;
                 fake_part(s, &layer->parts[chosen[i]], s->intermediate, x, weights[i], out);
+            }
             if (s->shared_intermediate)
                 fake_part(s, &layer->parts[s->experts], s->shared_intermediate, x, 1, out);
         }
@@ -110,6 +114,12 @@ static inline void fake_layer(const ffn_cuda_lane_t *lane)
         else
             memcpy(lane->partial + at, out, s->hidden * sizeof(*out));
     }
+    assert_true((layer->usage != NULL) == (s->experts != 0));
+    for (uint32_t e = 0; e < s->experts; e++) {
+        distinct += rows_of[e] != 0;
+        ffn_cuda_usage_expert(layer->usage, e, rows_of[e]);
+    }
+    ffn_cuda_usage_execution(layer->usage, lane->rows, distinct);
     free(x);
     free(out);
 }

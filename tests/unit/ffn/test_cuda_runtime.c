@@ -149,6 +149,28 @@ static void compare(const float *want, const void *got, bool partial, uint32_t d
 
 static const uint32_t row_counts[] = {0, 1, 5, 16, 17, 64, 65, 300};
 
+/* Both sides have routed the same rows: 300 of them in three pieces here, in one there. */
+static void compare_usage(ffn_cuda_runtime_t *runtime, ffn_runtime_t *cpu, const model_spec_t *spec)
+{
+    ffn_usage_t ours, want;
+    uint64_t moe = 0, rows = 0;
+    assert_int_equal(ffn_cuda_runtime_usage(runtime, 4, &ours), XP_INVALID);
+    assert_int_equal(ffn_cuda_runtime_usage(runtime, 3, &ours), XP_OK);
+    assert_int_equal(ffn_runtime_usage(cpu, 0, &want), XP_OK);
+    for (uint32_t l = 0; l < spec->layers; l++)
+        moe += spec->ffn[l].kind == MODEL_FFN_MOE;
+    for (uint32_t i = 0; i < sizeof(row_counts) / sizeof(row_counts[0]); i++)
+        rows += row_counts[i];
+    assert_int_equal(ours.rows, moe * rows);
+    assert_int_equal(ours.executions, moe * 9);
+    assert_int_equal(want.executions, moe * 7);
+    assert_true(ours.experts >= want.experts);
+    /* The rest is the same, whatever the pieces. */
+    want.executions = ours.executions;
+    want.experts = ours.experts;
+    assert_memory_equal(&ours, &want, sizeof(ours));
+}
+
 /* One family, all layers, all row counts, through the ring. */
 static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
 {
@@ -195,6 +217,7 @@ static void run_family(model_architecture_t architecture, xp_dtype_t dtype)
     assert_int_equal(stats.resident_invocations, 0);
     /* One graph launch an Invocation. */
     assert_int_equal(stats.host_launches, stats.invocations);
+    compare_usage(scene.runtime, cpu, &f->spec);
     scene_close(&scene);
     ffn_runtime_destroy(cpu);
     free(x);

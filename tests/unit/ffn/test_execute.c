@@ -7,6 +7,8 @@
 
 #include "support.h"
 
+#include "ffn/private.h"
+
 #define ROWS 21
 
 /* Sizes that are no multiple of the vector width, but of 32 where weights are quantised. */
@@ -221,6 +223,109 @@ static void test_zero_rows_and_zero_output(void **state)
     fixture_close(f);
 }
 
+/* Marks the experts of a row by the checkpoint's own router, in doubles; false: too close to call.
+ */
+static bool mark_experts(const fixture_t *f, uint32_t layer, const float *x, uint64_t *rows_of)
+{
+    const model_ffn_t *ffn = &f->spec.ffn[layer];
+    char name[160];
+    double logits[MODEL_MAX_EXPERTS], weights[MODEL_MAX_EXPERTS];
+    snprintf(name, sizeof(name), "model.layers.%u.mlp.gate.weight", layer);
+    double *router = reference_matrix(f, name, ffn->experts, f->spec.hidden);
+    for (uint32_t e = 0; e < ffn->experts; e++) {
+        logits[e] = 0;
+        for (uint32_t k = 0; k < f->spec.hidden; k++)
+            logits[e] += router[(size_t)e * f->spec.hidden + k] * (double)x[k];
+    }
+    free(router);
+    bool sure = reference_route(ffn, logits, NULL, weights) > 1e-5;
+    for (uint32_t e = 0; e < ffn->experts; e++)
+        rows_of[e] += weights[e] != 0;
+    return sure;
+}
+
+/* Three live rows of a batch of 32: what the padded rows behind them would choose is neither read
+ * (their experts' weights are not there) nor counted. */
+static void test_padded_rows(void **state)
+{
+    (void)state;
+    enum { LIVE = 3, CAPACITY = 32 };
+    synth_options_t options = synth_of(MODEL_ARCH_QWEN3_MOE);
+    options.experts = 48;
+    fixture_t *f = fixture_synth(&options);
+    const uint32_t hidden = f->spec.hidden, experts = f->spec.ffn[0].experts;
+    ffn_runtime_t *runtime = runtime_make(2, 1, CAPACITY);
+    ffn_install_t install = install_of(f);
+    install_ok(runtime, &install);
+    uint64_t live[MODEL_MAX_EXPERTS] = {0}, padded[MODEL_MAX_EXPERTS] = {0};
+    float *in = random_rows(CAPACITY, hidden, 23);
+    float *out = malloc(sizeof(float) * CAPACITY * hidden);
+    float *again = malloc(sizeof(float) * LIVE * hidden);
+    ffn_usage_t usage;
+    assert_int_equal(ffn_runtime_usage(runtime, 0, &usage), XP_OK);
+    assert_int_equal(usage.places, f->spec.layers * experts);
+    assert_int_equal(usage.executions + usage.rows + usage.experts + usage.chosen + usage.most, 0);
+    for (uint32_t r = 0; r < CAPACITY; r++)
+        assert_true(mark_experts(f, 0, in + (size_t)r * hidden, r < LIVE ? live : padded));
+    assert_int_equal(ffn_runtime_execute(runtime, 0, 0, 0, LIVE, in, again), XP_OK);
+    uint32_t distinct = 0, extra = 0;
+    uint64_t most = 0;
+    for (uint32_t e = 0; e < experts; e++) {
+        distinct += live[e] != 0;
+        most = live[e] > most ? live[e] : most;
+        if (live[e] || !padded[e])
+            continue;
+        extra++;
+        ffn_triple_t *triple = &runtime->model[0].layer[0].triples[e];
+        triple->gate.data = triple->up.data = triple->down.data = NULL; /* reading ends the test */
+    }
+    assert_true(extra > 10);
+    memset(out, 0xee, sizeof(float) * CAPACITY * hidden);
+    assert_int_equal(ffn_runtime_execute(runtime, 0, 0, 0, LIVE, in, out), XP_OK);
+    assert_memory_equal(out, again, sizeof(float) * LIVE * hidden);
+    uint32_t untouched;
+    memcpy(&untouched, out + LIVE * hidden, sizeof(untouched));
+    assert_int_equal(untouched, 0xeeeeeeee);
+    assert_int_equal(ffn_runtime_usage(runtime, 0, &usage), XP_OK);
+    assert_int_equal(usage.executions, 2);
+    assert_int_equal(usage.rows, 2 * LIVE);
+    assert_int_equal(usage.experts, 2 * distinct);
+    assert_int_equal(usage.chosen, distinct);
+    assert_int_equal(usage.least, 0);
+    assert_int_equal(usage.most, 2 * most);
+    for (uint32_t e = 0; e < experts; e++)
+        assert_int_equal(runtime->model[0].layer[0].usage->chosen[e], 2 * live[e]);
+    assert_int_equal(ffn_runtime_usage(runtime, 1, &usage), XP_INVALID);
+    ffn_runtime_destroy(runtime);
+    free(in);
+    free(out);
+    free(again);
+    fixture_close(f);
+}
+
+/* A layer that spreads evenly, one that does not, and one without any row. */
+static void test_usage_bins(void **state)
+{
+    (void)state;
+    static const uint64_t even[4] = {10, 10, 10, 10}, uneven[4] = {0, 3, 5, 12}, none[4] = {0};
+    ffn_usage_t usage = {0};
+    ffn_usage_add(7, 20, 9, even, 4, &usage);
+    assert_int_equal(usage.least, 10);
+    assert_int_equal(usage.bins[4], 4); /* the mean itself: from 1 on */
+    ffn_usage_add(1, 5, 4, uneven, 4, &usage);
+    ffn_usage_add(0, 0, 0, none, 4, &usage);
+    ffn_usage_add(0, 0, 0, none, 0, &usage);
+    const ffn_usage_t want = {.executions = 8,
+                              .rows = 25,
+                              .experts = 13,
+                              .places = 12,
+                              .chosen = 7,
+                              .least = 0,
+                              .most = 12,
+                              .bins = {1, 0, 1, 0, 5, 0, 0, 1}};
+    assert_memory_equal(&usage, &want, sizeof(want));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -229,6 +334,8 @@ int main(void)
         cmocka_unit_test(test_tales),
         cmocka_unit_test(test_rows_identical),
         cmocka_unit_test(test_zero_rows_and_zero_output),
+        cmocka_unit_test(test_padded_rows),
+        cmocka_unit_test(test_usage_bins),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -423,6 +423,38 @@ static void sizes_are_set_together_or_not_at_all(void **state)
     assert_int_equal(channel->groups[1].floor_bundles, 20);
 }
 
+/* Only one of both fits: the one that came first or the one that is due first. */
+static void the_order_of_demands_changes_live(void **state)
+{
+    for (uint32_t turn = 0; turn < 2; turn++) {
+        if (turn) {
+            done(state);
+            fresh(state);
+        }
+        begin();
+        assert_int_equal(kv_market_order(&market, turn ? KV_POLICY_DEADLINE : KV_POLICY_ARRIVAL),
+                         XP_OK);
+        kv_report_t early = {.live_bundles = 5,
+                             .running = true,
+                             .demand_kind = KV_DEMAND_PREFILL,
+                             .demand_bundles = 40,
+                             .demand_since_ns = now,
+                             .demand_deadline_ns = now + 1000 * MS,
+                             .earliest_deadline_ns = KV_NO_DEADLINE};
+        kv_report_t urgent = early;
+        urgent.demand_bundles = 60;
+        urgent.demand_since_ns = now + 1;
+        urgent.demand_deadline_ns = now + 10 * MS;
+        kv_group_report_write(&channel->groups[0], &early);
+        kv_group_report_write(&channel->groups[1], &urgent);
+        steps();
+        assert_int_equal(kv_group_command(&channel->groups[0]).bundles, turn ? 5 : 40);
+        assert_int_equal(kv_group_command(&channel->groups[1]).bundles, turn ? 60 : 5);
+    }
+    market.settings.mode = KV_POLICY_STATIC;
+    assert_int_equal(kv_market_order(&market, KV_POLICY_ARRIVAL), XP_UNSUPPORTED);
+}
+
 static void floors_of_others_bound_a_ceiling(void **state)
 {
     begin();
@@ -677,6 +709,7 @@ int main(void)
                                         done),
         cmocka_unit_test_setup_teardown(floors_and_ceilings_change_live, fresh, done),
         cmocka_unit_test_setup_teardown(sizes_are_set_together_or_not_at_all, fresh, done),
+        cmocka_unit_test_setup_teardown(the_order_of_demands_changes_live, fresh, done),
         cmocka_unit_test_setup_teardown(floors_of_others_bound_a_ceiling, fresh, done),
         cmocka_unit_test_setup_teardown(a_floor_of_somebody_absent_is_kept_once_it_is_free, fresh,
                                         done),
