@@ -200,9 +200,11 @@ def warm(run, servers, most):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(600)
     if errors:
         raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError("requests that have not ended within 600 s")
 
 
 def set_policy(fleet, policy):
@@ -330,7 +332,7 @@ def growth(run, servers):
             gaps += sglang_gpu.steady_gaps(burst(servers[ALONE], 1, context, sizes.new_tokens, f"{kind} {number}"))
         stop.set()
         if kind == "beside":
-            other.join()
+            other.join(600)
         if errors:
             raise errors[0]
         found[kind] = kv_load.quantile(gaps, 0.5)

@@ -87,9 +87,11 @@ def replay(servers, requests, patience):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(600)
     if errors:
         raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError("requests that have not ended within 600 s")
     return answers
 
 
@@ -214,7 +216,7 @@ class Watch:
 
     def __exit__(self, *_):
         self.end.set()
-        self.thread.join()
+        self.thread.join(60)
 
     def peak(self):
         return max((sum(row.values()) for _, row in self.rows), default=0)

@@ -188,7 +188,7 @@ static xp_status_t load_job(void *context)
         if (status != XP_OK)
             return xp_fail_context(status, "model %s", model->id);
         agent_loading_installed(&self->loading, ffn_runtime_model_bytes(self->runtime, w),
-                                report.adopted, report.read, report.took_ns);
+                                report.bytes, report.adopted, report.read, report.took_ns);
     }
     return XP_OK;
 }

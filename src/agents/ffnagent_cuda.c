@@ -175,7 +175,7 @@ static xp_status_t install(ffnagent_t *self, uint32_t weights)
     if (status != XP_OK)
         return xp_fail_context(status, "model %s", model->id);
     forget_kept(&self->kept[weights]);
-    agent_loading_installed(&self->loading, report.bytes, report.adopted, report.read,
+    agent_loading_installed(&self->loading, report.bytes, report.bytes, report.adopted, report.read,
                             report.took_ns);
     return XP_OK;
 }

@@ -109,8 +109,8 @@ void agent_loading_refuse(void *context)
     (void)wrote; /* far below an eventfd's limit */
 }
 
-void agent_loading_installed(agent_loading_t *loading, uint64_t bytes, bool adopted,
-                             uint64_t read_bytes, uint64_t took_ns)
+void agent_loading_installed(agent_loading_t *loading, uint64_t held_bytes, uint64_t bytes,
+                             bool adopted, uint64_t read_bytes, uint64_t took_ns)
 {
     xp_log_info("model %s: %llu bytes adopted, %llu read, in %.2f s (%.2f GB/s)",
                 atomic_load(&loading->model), (unsigned long long)(adopted ? bytes : 0),
@@ -119,7 +119,7 @@ void agent_loading_installed(agent_loading_t *loading, uint64_t bytes, bool adop
     loading->adopted |= (uint64_t)adopted << loading->weights;
     loading->adopted_bytes += adopted ? bytes : 0;
     loading->read_bytes += read_bytes;
-    atomic_fetch_add(&loading->done_before, bytes);
+    atomic_fetch_add(&loading->done_before, held_bytes);
     atomic_store(&loading->done_bytes, atomic_load(&loading->done_before));
 }
 

@@ -40,9 +40,10 @@ void agent_loading_next(agent_loading_t *loading, uint32_t weights, const char *
 /* Loader: callbacks of ffn_install_t; `context` is the agent_loading_t. */
 void agent_loading_count(void *context, uint64_t done_bytes, uint64_t total_bytes);
 void agent_loading_refuse(void *context);
-/* Loader: the weight set is there, `bytes` of it, taken over or after `read_bytes` were read. */
-void agent_loading_installed(agent_loading_t *loading, uint64_t bytes, bool adopted,
-                             uint64_t read_bytes, uint64_t took_ns);
+/* Loader: the weight set is there and holds `held_bytes`. `bytes` of them are the shard's memory,
+ * taken over, or filled after `read_bytes` were read. */
+void agent_loading_installed(agent_loading_t *loading, uint64_t held_bytes, uint64_t bytes,
+                             bool adopted, uint64_t read_bytes, uint64_t took_ns);
 
 /* The FfnAgents (bits) that hold a weight set, over all layers of all Instances that use it, and
  * the first such Instance. 0: none uses it. */

@@ -44,7 +44,7 @@ typedef struct up_child {
     uint64_t gone_ns; /* when its main process was seen dead while others of its group lived */
     uint64_t born_ns;
     uint64_t again_ns; /* an agent whose Generation failed: when to start its successor; 0 = not */
-    uint32_t short_lives; /* in a row */
+    uint32_t falls;    /* an agent's ends in a row before it had registered */
 } up_child_t;
 
 typedef struct up {
@@ -57,7 +57,10 @@ typedef struct up {
     uint64_t changed_ns; /* the first agent of the last failed Generation was seen dead */
     uint64_t kill_at_ns; /* 0 = no force yet */
     int exit_code;
-    uint64_t replace; /* as of the last Verdict: bits of models whose Instance the daemon ended */
+    /* As of the last Verdict: bits of models whose Instance the daemon ended; of an agent's end
+     * that was told, that it had not registered. */
+    uint64_t replace;
+    bool unregistered;
     char last_reason[256];
 } up_t;
 
@@ -230,6 +233,7 @@ static bool ask_with(up_t *up, const xpw_Envelope *question)
                    &answer) != XP_OK)
         return false;
     up->replace = answer.body.verdict.replace;
+    up->unregistered = answer.body.verdict.unregistered;
     const char *state = answer.body.verdict.state;
     up->stopping = strcmp(state, "QUIESCING") == 0 || strcmp(state, "DRAINING") == 0 ||
                    strcmp(state, "FINALIZING") == 0 || strcmp(state, "STOPPED") == 0;
@@ -265,19 +269,20 @@ static bool is_former(const up_t *up, const up_child_t *child)
 }
 
 /* Twice as long each time: what is wrong may pass, and a machine is not to be kept busy by it. */
-static uint64_t pause_before(const up_t *up, uint32_t short_lives)
+static uint64_t pause_after(const up_t *up, uint32_t falls)
 {
     double share = up->config->deadlines.reform / UP_PAUSE_SHARE * (double)XP_NS_PER_S;
     uint64_t pause = UP_SHORT_LIFE_NS;
-    for (uint32_t i = 1; i < short_lives && pause < UP_PAUSE_NS; i++)
+    for (uint32_t i = 1; i < falls && pause < UP_PAUSE_NS; i++)
         pause *= 2;
     if (pause > UP_PAUSE_NS)
         pause = UP_PAUSE_NS;
-    return short_lives == 0 ? 0 : (double)pause > share ? (uint64_t)share : pause;
+    return (double)pause > share ? (uint64_t)share : pause;
 }
 
-/* The daemon counts those that never registered, of which it hears from us alone. */
-static void tell_ended(up_t *up, const up_child_t *child, pid_t pid, const char *how)
+/* The daemon counts those that never registered, of which it hears from us alone; they are started
+ * again later and later. */
+static void tell_ended(up_t *up, up_child_t *child, pid_t pid, const char *how)
 {
     xpw_Envelope report = {.which_body = xpw_Envelope_agent_ended_tag};
     xpw_AgentEnded *ended = &report.body.agent_ended;
@@ -285,7 +290,11 @@ static void tell_ended(up_t *up, const up_child_t *child, pid_t pid, const char 
     ended->pid = (uint32_t)pid;
     snprintf(ended->device, sizeof(ended->device), "%s", child->name);
     snprintf(ended->how, sizeof(ended->how), "%s", how);
+    up->unregistered = false;
     ask_with(up, &report);
+    child->falls = up->unregistered ? child->falls + 1 : 0;
+    if (child->falls)
+        child->again_ns = xp_monotonic_ns() + pause_after(up, child->falls);
 }
 
 /* As of the last Verdict. */
@@ -312,8 +321,7 @@ static bool replaces(up_t *up, up_child_t *child)
                    (uint64_t)((up->config->deadlines.stop + UP_SLACK_S) * (double)XP_NS_PER_S)) {
         return false;
     }
-    child->short_lives = now - child->born_ns < UP_SHORT_LIFE_NS ? child->short_lives + 1 : 0;
-    child->again_ns = now + pause_before(up, child->short_lives);
+    child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + pause_after(up, 1) : now;
     return true;
 }
 

@@ -299,7 +299,7 @@ void daemon_generation_fail(daemon_t *daemon, const char *who, const char *what)
     end_generation(daemon, who, what);
 }
 
-void daemon_generation_unregistered(daemon_t *daemon, const xpw_AgentEnded *ended)
+bool daemon_generation_unregistered(daemon_t *daemon, const xpw_AgentEnded *ended)
 {
     bool ffn = ended->role == xpw_Role_ROLE_FFNAGENT;
     uint32_t index;
@@ -308,13 +308,14 @@ void daemon_generation_unregistered(daemon_t *daemon, const xpw_AgentEnded *ende
         !daemon->reforming || !config_device_find(daemon->config, ffn, ended->device, &index) ||
         (ffn ? daemon->ffn : daemon->atn)[index] ||
         (uint32_t)(ffn ? daemon->ffn_pid : daemon->atn_pid)[index] == ended->pid)
-        return; /* its end is known, or ends nothing */
+        return false; /* its end is known, or ends nothing */
     snprintf(who, sizeof(who), "%s %s", wire_role_name(ended->role), ended->device);
     snprintf(what, sizeof(what),
              "its process (pid %u) %s before it had registered; what it said itself is in the "
              "standard error of `xpool up`",
              ended->pid, ended->how);
     daemon_generation_fail(daemon, who, what);
+    return true;
 }
 
 /* ---- the next one -----------------------------------------------------------------------------

@@ -516,7 +516,7 @@ static void on_gateway_message(daemon_participant_t *participant, const xpw_Enve
     }
 }
 
-static void answer_verdict(daemon_participant_t *participant)
+static void answer_verdict(daemon_participant_t *participant, bool unregistered)
 {
     daemon_t *daemon = participant->daemon;
     daemon_verdict_t verdict;
@@ -530,6 +530,7 @@ static void answer_verdict(daemon_participant_t *participant)
     snprintf(out->gateway_host, sizeof(out->gateway_host), "%s", daemon->gateway_host);
     out->gateway_port = daemon->gateway_port;
     out->http_port = daemon->http_port;
+    out->unregistered = unregistered;
     out->reasons_count = (pb_size_t)verdict.reason_count;
     for (uint32_t i = 0; i < verdict.reason_count; i++)
         snprintf(out->reasons[i], sizeof(out->reasons[i]), "%s", verdict.reasons[i]);
@@ -548,12 +549,13 @@ static void on_client_message(daemon_participant_t *participant, const xpw_Envel
     participant->since_ns = xp_monotonic_ns();
     switch (envelope->which_body) {
     case xpw_Envelope_check_tag:
-        answer_verdict(participant);
+        answer_verdict(participant, false);
         break;
-    case xpw_Envelope_agent_ended_tag:
-        daemon_generation_unregistered(daemon, &envelope->body.agent_ended);
-        answer_verdict(participant);
+    case xpw_Envelope_agent_ended_tag: {
+        bool counted = daemon_generation_unregistered(daemon, &envelope->body.agent_ended);
+        answer_verdict(participant, counted);
         break;
+    }
     case xpw_Envelope_down_tag:
         participant->wants_down = true;
         daemon_stop(daemon, "xpool down");

@@ -209,8 +209,8 @@ void daemon_generation_stop(daemon_t *daemon); /* accepts a daemon that was not 
 /* The Generation has failed by an agent: the next one forms where that is allowed and not hopeless,
  * else it is the canonical failure that ends everything. */
 void daemon_generation_fail(daemon_t *daemon, const char *who, const char *what);
-/* An agent of the next Generation has ended without having registered. */
-void daemon_generation_unregistered(daemon_t *daemon, const xpw_AgentEnded *ended);
+/* An agent's process has ended; true: of the next Generation, without having registered. */
+bool daemon_generation_unregistered(daemon_t *daemon, const xpw_AgentEnded *ended);
 /* All agents are registered: whether the Generation has its plan and nobody of a former one lives.
  * Asked again until it is so. */
 bool daemon_generation_formed(daemon_t *daemon);

@@ -485,31 +485,46 @@ def holders(name):
     path, found = str(SHM / name), set()
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if any(line.endswith(path) for line in (entry / "maps").read_text().splitlines()):
+            if f"{path}\n".encode() in (entry / "maps").read_bytes():
                 found.add(int(entry.name))
-            for fd in (entry / "fd").iterdir():
-                if os.readlink(fd) == path:
+            for fd in os.listdir(entry / "fd"):
+                if os.readlink(f"{entry}/fd/{fd}") == path:
                     found.add(int(entry.name))
     return found
 
 
-def names_left(before, ours=descends, patience=1.0):
-    """Names in /dev/shm that are new since `before` and not another tree's: that of another user, or in use
-    by a live process that this one did not start, is not ours; nor is one that goes by itself meanwhile."""
+class Names(threading.Thread):
+    """Names that appear in /dev/shm while a test runs, and which of them are another tree's: those of another
+    user, and those that have been seen in the hands of processes that this one did not start alone."""
 
-    def is_ours(name):
-        with contextlib.suppress(OSError):
-            if (SHM / name).stat().st_uid != os.getuid():
-                return False
-        users = holders(name)
-        return not users or any(ours(pid) for pid in users)
+    def __init__(self, ours=descends):
+        super().__init__(daemon=True)
+        self.ours, self.before, self.others, self.stop = ours, shm_names(), set(), threading.Event()
 
-    until = time.monotonic() + patience
-    while True:
-        left = {name for name in shm_names() - before if is_ours(name)}
-        if not left or time.monotonic() > until:
-            return left
-        time.sleep(0.05)
+    def look(self):
+        for name in shm_names() - self.before - self.others:
+            with contextlib.suppress(OSError):
+                users = holders(name)
+                if (SHM / name).stat().st_uid != os.getuid() or (users and not any(map(self.ours, users))):
+                    self.others.add(name)
+
+    def run(self):
+        while not self.stop.wait(0.5):
+            self.look()
+
+    def left(self, patience=1.0):
+        """The new ones that are not another tree's, nor go by themselves meanwhile."""
+        until = time.monotonic() + patience
+        while True:
+            self.look()
+            left = shm_names() - self.before - self.others
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(0.05)
+
+    def end(self):
+        self.stop.set()
+        self.join(10)
 
 
 def main(*tests):
@@ -525,10 +540,11 @@ def main(*tests):
     for test in tests:
         if wanted and test.__name__ not in wanted:
             continue
-        names, began = shm_names(), time.monotonic()
+        names, began = Names(), time.monotonic()
+        names.start()
         try:
             test()
-            left = names_left(names)
+            left = names.left()
             check(not left, f"names left in /dev/shm: {left}")
             print(f"ok   {test.__name__} ({time.monotonic() - began:.1f} s)")
         except Exception as error:
@@ -538,6 +554,7 @@ def main(*tests):
 
                 traceback.print_exc()
             print(f"FAIL {test.__name__}: {type(error).__name__}: {error}")
+        names.end()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -22,29 +22,28 @@ def names():
     if not harness.SHM.is_dir():
         print("skipped: no /dev/shm")
         sys.exit(harness.SKIPPED)
-    before = harness.shm_names()
     for how in ("map", "open"):
         name = f"xpool-test-{os.getpid()}-{how}"
+        ours, others = harness.Names(), harness.Names(ours=lambda pid: False)
+        late = harness.Names(ours=lambda pid: False)  # it looks when nobody holds the name any more
         holder = subprocess.Popen(
             [sys.executable, "-c", HOLD, str(harness.SHM / name), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         try:
             harness.check(holder.stdout.readline() == b"there\n", "the holder")
             harness.check(harness.holders(name) == {holder.pid}, f"held by {harness.holders(name)}")
-            # Another tree's server uses it, or a process that a test has left does.
-            others = harness.names_left(before, ours=lambda pid: False, patience=0.1)
-            harness.check(name not in others, f"a name in use by others: {others}")
-            harness.check(name in harness.names_left(before, patience=0.1), "a name of a live process of ours")
+            harness.check(name in ours.left(0.1), "a name of a live process of ours")
+            harness.check(name not in others.left(0.1), "a name in use by others")
             holder.kill()
             holder.wait(10)
-            # What a dead process leaves is nobody else's.
-            left = harness.names_left(before, ours=lambda pid: False, patience=0.1)
-            harness.check(name in left, f"a name that a dead process has left: {left}")
+            harness.check(name in ours.left(0.1), "a name that a dead process of ours has left")
+            harness.check(name not in others.left(0.1), "a name that was in use by others")
+            harness.check(name in late.left(0.1), "a name of which nobody knows whose it is")
         finally:
             holder.kill()
             holder.wait(10)
             (harness.SHM / name).unlink(missing_ok=True)
-        harness.check(name not in harness.names_left(before, patience=0.1), "a name that is gone")
+        harness.check(name not in ours.left(0.1), "a name that is gone")
 
 
 if __name__ == "__main__":

@@ -17,28 +17,7 @@
 #include "model/digest.h"
 #include "xpool/xpool.h"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define COUNTS 0 /* the sanitizer's own allocator is in the way */
-static _Atomic uint64_t allocations;
-#else
-#define COUNTS 1
-static _Atomic uint64_t allocations;
-
-extern void *__libc_malloc(size_t bytes);
-extern void *__libc_calloc(size_t count, size_t bytes);
-
-void *malloc(size_t bytes)
-{
-    atomic_fetch_add(&allocations, 1);
-    return __libc_malloc(bytes);
-}
-
-void *calloc(size_t count, size_t bytes)
-{
-    atomic_fetch_add(&allocations, 1);
-    return __libc_calloc(count, bytes);
-}
-#endif
+#include "count_allocations.h"
 
 #define CHECKPOINT XPOOL_SOURCE_DIR "/models/tales/qwen3-moe"
 

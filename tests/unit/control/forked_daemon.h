@@ -4,6 +4,8 @@
 #define XPOOL_TESTS_FORKED_DAEMON_H
 
 #include <signal.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
@@ -31,5 +33,29 @@ static inline pid_t daemon_fork(const config_t *config, uint64_t patience_ns)
     }
     close(fd);
     return daemon;
+}
+
+static inline void say(int fd, const xpw_Envelope *envelope, const int *fds, uint32_t count)
+{
+    assert_int_equal(wire_send(fd, envelope, fds, count), XP_OK);
+}
+
+/* A connection whose Hello has been said. */
+static inline int daemon_hello(const config_t *config, xpw_Role role, const char *name,
+                               uint32_t rank, bool library)
+{
+    int fd;
+    assert_int_equal(wire_connect(config->daemon.socket, &fd), XP_OK);
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
+    xpw_Hello *hello = &envelope.body.hello;
+    hello->abi = WIRE_ABI;
+    snprintf(hello->version, sizeof(hello->version), "%s", XPOOL_VERSION);
+    hello->role = role;
+    snprintf(hello->name, sizeof(hello->name), "%s", name);
+    hello->rank = rank;
+    hello->library = library;
+    memcpy(hello->digest, config->digest, sizeof(hello->digest));
+    say(fd, &envelope, NULL, 0);
+    return fd;
 }
 #endif

@@ -90,11 +90,6 @@ typedef struct fixture {
     uint8_t digest[MODEL_DIGEST_BYTES];
 } fixture_t;
 
-static void say(int fd, const xpw_Envelope *envelope, const int *fds, uint32_t count)
-{
-    assert_int_equal(wire_send(fd, envelope, fds, count), XP_OK);
-}
-
 static xpw_Envelope *expect_with(int fd, pb_size_t body, wire_descriptors_t *fds)
 {
     static xpw_Envelope envelope;
@@ -147,19 +142,7 @@ static void expect_size(int fd, off_t bytes)
 
 static int connect_as(const fixture_t *f, xpw_Role role, const char *name, uint32_t rank)
 {
-    int fd;
-    assert_int_equal(wire_connect(f->config->daemon.socket, &fd), XP_OK);
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
-    xpw_Hello *hello = &envelope.body.hello;
-    hello->abi = WIRE_ABI;
-    snprintf(hello->version, sizeof(hello->version), "%s", XPOOL_VERSION);
-    hello->role = role;
-    snprintf(hello->name, sizeof(hello->name), "%s", name);
-    hello->rank = rank;
-    hello->library = role == xpw_Role_ROLE_INSTANCE;
-    memcpy(hello->digest, f->config->digest, sizeof(hello->digest));
-    say(fd, &envelope, NULL, 0);
-    return fd;
+    return daemon_hello(f->config, role, name, rank, role == xpw_Role_ROLE_INSTANCE);
 }
 
 /* An Instance Rank of a process of its own, which holds the life word as libxpool does. */

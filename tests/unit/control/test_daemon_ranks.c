@@ -50,11 +50,6 @@ typedef struct fixture {
 
 /* ---- the wire, by hand -------------------------------------------------------------------- */
 
-static void say(int fd, const xpw_Envelope *envelope, const int *fds, uint32_t count)
-{
-    assert_int_equal(wire_send(fd, envelope, fds, count), XP_OK);
-}
-
 /* The next message but `skipped`; false when the daemon closed. */
 static bool hear(int fd, xpw_Envelope *envelope, wire_descriptors_t *fds)
 {
@@ -96,19 +91,7 @@ static xpw_Envelope expect(int fd, pb_size_t body)
 static int connect_as(const fixture_t *f, xpw_Role role, const char *name, uint32_t rank,
                       bool library)
 {
-    int fd;
-    assert_int_equal(wire_connect(f->config->daemon.socket, &fd), XP_OK);
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
-    xpw_Hello *hello = &envelope.body.hello;
-    hello->abi = WIRE_ABI;
-    snprintf(hello->version, sizeof(hello->version), "%s", XPOOL_VERSION);
-    hello->role = role;
-    snprintf(hello->name, sizeof(hello->name), "%s", name);
-    hello->rank = rank;
-    hello->library = library;
-    memcpy(hello->digest, f->config->digest, sizeof(hello->digest));
-    say(fd, &envelope, NULL, 0);
-    return fd;
+    return daemon_hello(f->config, role, name, rank, library);
 }
 
 static void expect_refused(int fd, const char *text)
