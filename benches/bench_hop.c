@@ -165,10 +165,8 @@ static bench_times_t bench_drive(const bench_system_t *bench, fabric_atn_t *atn,
 static void bench_end(const bench_system_t *bench, pid_t first, pid_t second)
 {
     fabric_shutdown(bench->observer);
-    if (first > 0)
-        waitpid(first, NULL, 0);
-    if (second > 0)
-        waitpid(second, NULL, 0);
+    bench_reap(first);
+    bench_reap(second);
     bench_unpin();
 }
 

@@ -185,7 +185,7 @@ class Sampler:
 
     def __exit__(self, *_):
         self.stop.set()
-        self.thread.join()
+        self.thread.join(120)
 
     def peak(self):
         return max(sum(row.values()) for _, row in self.rows)

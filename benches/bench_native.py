@@ -13,7 +13,7 @@ import results
 def rows_of(name, *arguments):
     """The rows that build/bin/bench_NAME prints."""
     program = pathlib.Path(os.environ.get("XPOOL_BUILD", results.ROOT / "build")) / "bin" / f"bench_{name}"
-    output = subprocess.run([str(program), *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
+    output = subprocess.run([str(program), *arguments], stdout=subprocess.PIPE, text=True, check=True, timeout=3600).stdout
     rows = []
     for line in output.splitlines():
         line = line.strip().rstrip(",")

@@ -126,7 +126,7 @@ def neighbour(name, entry, count):
         finally:
             for burner in burners:
                 burner.kill()
-                burner.wait()
+                burner.wait(30)
         running.stop()
     fall = 1 - beside / alone
     return [results.row(
@@ -147,7 +147,7 @@ def llama(repeats):
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     with peer("speed", str(repeats)) as process:
-        speed = json.loads(process.communicate()[0].splitlines()[-1])
+        speed = json.loads(process.communicate(timeout=600)[0].splitlines()[-1])
     rows = []
     entry = harness.model("smollm2", harness.SMOLLM, max_context=context, prefill_rows=256)
     with system([entry]) as running:
@@ -175,7 +175,7 @@ def llama(repeats):
     finally:
         for server in servers:
             server.kill()
-            server.wait()
+            server.wait(30)
     rows.append(results.row(
         "cpu.memory.llamacpp_ratio", ours / theirs, "ratio", peer=theirs / (1 << 20), target="< 1.0",
         note=f"sum of PSS of all our processes with two ids of the GGUF, {ours / (1 << 20):.0f} MiB, over two "

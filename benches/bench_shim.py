@@ -24,7 +24,7 @@ def main():
         dense = pathlib.Path(folder) / "dense"
         command = [harness.XPOOL, "model", "synth", "--arch", "qwen3", "--out", dense, "--layers", "8"]
         command += ["--hidden", "1024", "--intermediate", "3072", "--heads", "16", "--head-dim", "64"]
-        subprocess.run([*map(str, command), "--dtype", "bf16"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*map(str, command), "--dtype", "bf16"], check=True, stdout=subprocess.DEVNULL, timeout=120)
         models = [
             harness.model("moe", engine="sglang", prefill_rows=128),
             harness.model("dense", dense, engine="sglang", prefill_rows=128),
@@ -34,7 +34,7 @@ def main():
             system.hand = [system.launch(*command) for command in commands]
             program = [str(BUILD / "bin" / "bench_shim"), str(system.config)]
             program += ["tales-qwen3-moe", "moe", "dense-1024x3072", "dense"]
-            output = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+            output = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, timeout=1200).stdout
             code, out, error = system.run("down")
             harness.check(code == 0, f"xpool down: {out}{error}")
     rows = [json.loads(line) for line in output.splitlines()]

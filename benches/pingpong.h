@@ -19,9 +19,13 @@
 
 #include "base/clock.h"
 #include "base/futex.h"
+#include "base/process.h"
 #include "base/status.h"
 
 #define BENCH_WARM_UP 2000
+#define BENCH_END_NS  (10 * XP_NS_PER_S)
+#define BENCH_PASS_NS (10 * XP_NS_PER_S)
+#define BENCH_LOOKS   (1u << 20)
 
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
@@ -94,13 +98,26 @@ static void raw_pass(uint32_t *mine, const uint32_t *theirs, uint32_t value, boo
         if (sleeping)
             xp_futex_wake(mine, 1);
     }
-    if (theirs)
-        while (__atomic_load_n(theirs, __ATOMIC_ACQUIRE) != value) {
-            if (sleeping)
-                xp_futex_wait(theirs, value - 1, XP_FUTEX_FOREVER);
-            else
-                __builtin_ia32_pause();
-        }
+    uint64_t until_ns = sleeping ? xp_monotonic_ns() + BENCH_PASS_NS : 0;
+    for (uint64_t looks = 1; theirs && __atomic_load_n(theirs, __ATOMIC_ACQUIRE) != value;
+         looks++) {
+        if (sleeping)
+            xp_futex_wait(theirs, value - 1, until_ns);
+        else
+            __builtin_ia32_pause();
+        /* A spinner looks at the clock too seldom to be slower for it. */
+        if (!sleeping && looks % BENCH_LOOKS == 0 && !until_ns)
+            until_ns = xp_monotonic_ns() + BENCH_PASS_NS;
+        CHECK((!sleeping && looks % BENCH_LOOKS) || xp_monotonic_ns() < until_ns);
+    }
+}
+
+/* A child that has nothing more to do; killed, and a failure, when it does not end. */
+static inline void bench_reap(pid_t child)
+{
+    int wait_status = 0;
+    if (child > 0)
+        CHECK(xp_child_reap(child, xp_monotonic_ns() + BENCH_END_NS, &wait_status) == XP_OK);
 }
 
 /* Round trip between two processes with a core each, or placed by the kernel, which may wake a
@@ -126,7 +143,7 @@ static bench_times_t raw_ping_pong(bool sleeping, bool pinned, uint64_t *samples
         if (i > BENCH_WARM_UP)
             samples[i - BENCH_WARM_UP - 1] = xp_monotonic_ns() - start_ns;
     }
-    waitpid(peer, NULL, 0);
+    bench_reap(peer);
     bench_unpin();
     munmap(ball, sizeof(*ball));
     return bench_summary(samples, count);

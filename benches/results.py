@@ -30,8 +30,24 @@ def commit():
     # A copy of the tree whose history is another's or none is told which commit it is.
     if os.environ.get("XPOOL_COMMIT"):
         return os.environ["XPOOL_COMMIT"]
-    out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT, timeout=120)
     return out.stdout.strip() if out.returncode == 0 else "unknown"
+
+
+def command(words=None):
+    """How this program was called, for the file of its results: a whole path, which is this machine's own
+    business, becomes the name of its option."""
+    words = sys.argv if words is None else words
+    told, option = [os.path.relpath(words[0], ROOT)], "PATH"
+    for word in words[1:]:
+        name, equals, value = word.partition("=")
+        if word.startswith("/"):
+            word = option
+        elif equals and value.startswith("/"):
+            word = f"{name}={name.lstrip('-').upper()}"
+        option = name.lstrip("-").upper() if word.startswith("--") and not equals else "PATH"
+        told.append(word)
+    return " ".join(told)
 
 
 def row(metric, value, unit, floor=None, peer=None, target=None, note=""):
@@ -56,13 +72,12 @@ def show(rows):
 
 def write(bench, rows, plots=(), folder=ROOT / "docs" / "results"):
     folder.mkdir(parents=True, exist_ok=True)
-    command = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     data = {
         "bench": bench,
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "command": " ".join(command),
+        "command": command(),
         "rows": rows,
     }
     if plots:

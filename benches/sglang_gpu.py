@@ -38,6 +38,7 @@ import pathlib
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -89,8 +90,9 @@ class Sizes:
 class Book:
     """The rows, in a file that is complete after each of them."""
 
-    def __init__(self, path, machine, before, planned):
-        self.path, self.machine = path, machine
+    def __init__(self, path, machine, before, planned, bench="sglang_gpu"):
+        self.path, self.machine, self.bench = path, machine, bench
+        self.plots = []  # files beside it
         self.rows = {metric: self.missing(metric) for metric in planned}
         if before and before.exists():
             for row in json.loads(before.read_text())["rows"]:
@@ -111,13 +113,15 @@ class Book:
 
     def write(self):
         data = {
-            "bench": "sglang_gpu",
+            "bench": self.bench,
             "machine": self.machine,
             "date": datetime.date.today().isoformat(),
             "commit": results.commit(),
-            "command": " ".join(["benches/sglang_gpu.py", *sys.argv[1:]]),
+            "command": results.command(),
             "rows": list(self.rows.values()),
         }
+        if self.plots:
+            data["plots"] = self.plots
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(data, indent=1) + "\n")
         partial.rename(self.path)
@@ -747,7 +751,7 @@ def cold_side(run, side, rates, lengths):
         return
     models = [run.real(name, run.sizes.cold_kv_tokens) for name in COLD]
     if side == "ours":
-        fleet = run.start("cold-ours", models=models)
+        fleet = run.start("cold-ours", models=models, kv_policy="deadline")
         servers = list(fleet.instances.values())
     else:
         gpus = run.host.both[0]
@@ -794,7 +798,7 @@ def cold_rows(run, rates, words):
         if not ours or not static:
             continue
         note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
-        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches fixed, {sizes.cold_kv_tokens} tokens a model"
+        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, the peer's fixed, ours elastic"
         rows = []
         for key, part, word in (("tbt", 0.5, "tbt_p50"), ("tbt", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50"), ("ttft", 0.99, "ttft_p99")):
             values = [quantile(side[key], part) * 1e3 for side in (ours, static)]
@@ -876,28 +880,33 @@ def main():
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="xpool-sglang-gpu-") as scratch:
         arguments.scratch = pathlib.Path(scratch)
-        run = Run(arguments)
-        run.host.flags = [*run.host.flags, *arguments.flags.split()]
+        return perform(Run(arguments), STEPS)
+
+
+def perform(run, steps):
+    """The steps that were asked for, one after the other; the exit code."""
+    arguments = run.arguments
+    run.host.flags = [*run.host.flags, *arguments.flags.split()]
+    run.book.write()
+    try:
+        for step in arguments.only.split(","):
+            began = time.monotonic()
+            print(f"=== {step}: {run.left():.0f} s left" if arguments.budget < 1e8 else f"=== {step}", flush=True)
+            try:
+                steps[step](run)
+            except OutOfTime as over:
+                print(f"    stops: {over}", flush=True)
+                continue  # a shorter step may still fit
+            except (harness.Failed, OSError, ValueError, KeyError, RuntimeError, subprocess.SubprocessError) as error:
+                run.failures.append(f"{step}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                print(f"    FAILS {step}: {type(error).__name__}: {error}", flush=True)
+                run.stop()
+            print(f"    {step}: {time.monotonic() - began:.0f} s", flush=True)
+    finally:
+        run.stop()
         run.book.write()
-        try:
-            for step in arguments.only.split(","):
-                began = time.monotonic()
-                print(f"=== {step}: {run.left():.0f} s left" if arguments.budget < 1e8 else f"=== {step}", flush=True)
-                try:
-                    STEPS[step](run)
-                except OutOfTime as over:
-                    print(f"    stops: {over}", flush=True)
-                    continue  # a shorter step may still fit
-                except (harness.Failed, OSError, ValueError, KeyError, RuntimeError) as error:
-                    run.failures.append(f"{step}: {type(error).__name__}: {str(error).splitlines()[0]}")
-                    print(f"    FAILS {step}: {type(error).__name__}: {error}", flush=True)
-                    run.stop()
-                print(f"    {step}: {time.monotonic() - began:.0f} s", flush=True)
-        finally:
-            run.stop()
-            run.book.write()
-            if run.host.caches:
-                run.host.caches.keep(arguments.out / "caches.tar.gz")
+        if run.host.caches:
+            run.host.caches.keep(arguments.out / "caches.tar.gz")
     missing = [metric for metric in run.book.rows if not run.book.has(metric)]
     print(f"not run: {', '.join(missing) or 'nothing'}")
     print(f"failed: {'; '.join(run.failures)}" if run.failures else "no check failed", flush=True)

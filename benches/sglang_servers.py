@@ -9,6 +9,7 @@ ended together. Every process of a Fleet dies with this one.
 import ctypes
 import glob
 import json
+import math
 import os
 import pathlib
 import re
@@ -69,6 +70,7 @@ class Gpus:
     both = ["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]  # with two attention ranks
     dtype, start_s = "bfloat16", 330
     more = {}  # variables of servers started now
+    peer = None  # folder of kvcached
     flags = (
         "--attention-backend triton --sampling-backend pytorch --grammar-backend none --moe-runner-backend triton "
         "--disable-custom-all-reduce --skip-server-warmup --disable-radix-cache --random-seed 1 "
@@ -107,6 +109,17 @@ class Gpus:
     def vanilla_environment(self, device):
         return {"CUDA_VISIBLE_DEVICES": ",".join(d.partition(":")[2] for d in device)}
 
+    def kvcached_environment(self, name):
+        """The settings that kvcached's own page names; `peer` is where it was installed."""
+        if not self.peer or not (self.peer / "kvcached").exists():
+            raise harness.Failed("kvcached is not here: --peer names the folder it was installed in")
+        return {
+            "ENABLE_KVCACHED": "true",
+            "KVCACHED_AUTOPATCH": "1",
+            "KVCACHED_IPC_NAME": f"xpool_peer_{name}",
+            "XPOOL_PEER_SITE": str(self.peer),
+        }
+
     def role_environment(self, python):
         """cuBLASLt is looked for by its name: a toolkit's, else that of torch's wheels."""
         folders = glob.glob("/usr/local/cuda/lib64") + glob.glob("/usr/local/cuda/targets/x86_64-linux/lib")
@@ -117,8 +130,8 @@ class Gpus:
         before = os.environ.get("LD_LIBRARY_PATH")
         return {"LD_LIBRARY_PATH": os.pathsep.join([*folders, before] if before else folders)}
 
-    def settings(self, devices):
-        return []
+    def settings(self, devices, memory=None):
+        return [f"[devices.'{device}']\nmemory = {size}" for device, size in (memory or {}).items()]
 
     def used(self):
         """Memory in use on each GPU, MiB."""
@@ -160,7 +173,7 @@ class Cpus:
     both = ["cpu:0", "cpu:1"], ["cpu:2"]
     dtype, start_s = "float32", 300
     more = {}
-    caches = None
+    caches = peer = None
     flags = (
         "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
         "--disable-cuda-graph --skip-server-warmup --disable-overlap-schedule --disable-radix-cache "
@@ -183,11 +196,15 @@ class Cpus:
         two = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
         return {"SGLANG_PLUGINS": "xpool_cpu_hooks", **(two if len(device) > 1 else {})}
 
+    def kvcached_environment(self, name):
+        raise harness.Failed("kvcached works on GPUs only")
+
     def role_environment(self, python):
         return {}
 
-    def settings(self, devices):
-        return [f"[devices.'{device}']\nthreads = 1\nmemory = '1GiB'" for device in devices]
+    def settings(self, devices, memory=None):
+        sizes = {**dict.fromkeys(devices, 1 << 30), **(memory or {})}
+        return [f"[devices.'{device}']\nthreads = 1\nmemory = {sizes[device]}" for device in devices]
 
     def used(self):
         return [0]
@@ -215,9 +232,12 @@ class Model:
         self.name, self.path, self.mode, self.tp, self.dp, self.dummy = name, path, mode, tp, dp, dummy
         self.kv_tokens, self.context, self.rows, self.requests = kv_tokens, context, rows, requests
         self.more = []  # arguments of this one alone
+        self.more_settings = {}  # of its [[models]] entry
+        self.failpoints = ""  # of the Instance, as XPOOL_FAILPOINTS has them
 
-    def arguments(self, host, port):
-        """SGLang's arguments, the same with CrossPool and without it."""
+    def arguments(self, host, port, side="vanilla"):
+        """SGLang's arguments, the same with CrossPool and without it. kvcached says that it needs no limits of
+        memory; without piecewise graphs it is known to serve."""
         # SGLang's own list is longer and costs most of a start; for MLA it ends at 2048 too.
         most = min(self.rows, 2048) if "kv_lora_rank" in sglang_models.facts(self.path) else self.rows
         graphs = [n for n in (128, 512, 1024, 2048, 4096) if n <= most]
@@ -226,11 +246,13 @@ class Model:
         words += ["--load-format", "dummy"] if self.dummy else []
         # SGLang divides these two by its attention DP ranks.
         words += ["--max-running-requests", str(self.requests * self.dp), "--chunked-prefill-size", str(self.rows * self.dp)]
-        words += ["--context-length", str(self.context), "--max-total-tokens", str(self.kv_tokens)]
+        words += ["--context-length", str(self.context)]
+        words += ["--max-total-tokens", str(self.kv_tokens)] if side != "kvcached" else []
         words += ["--tp-size", str(self.tp * self.dp), "--dp-size", str(self.dp)]
         words += ["--enable-dp-attention"] if self.dp > 1 else []
         words += ["--disable-custom-all-reduce"] if host.kind == "cpu" and self.tp * self.dp > 1 else []
-        return words + host.flags + host.arguments(self.mode, graphs) + self.more
+        words += host.flags + host.arguments(self.mode, graphs) + self.more
+        return for_kvcached(words) if side == "kvcached" else words
 
     def settings(self, host):
         words = {
@@ -247,16 +269,28 @@ class Model:
         }
         if self.dummy:
             words["load_format"] = "dummy"
+        words.update(self.more_settings)
         return ["[[models]]", *(f"{key} = {harness.toml(value)}" for key, value in words.items())]
 
 
+def for_kvcached(words):
+    """The same arguments without a limit of memory and without piecewise graphs."""
+    kept, skip = [], False
+    for word in words:
+        if word.startswith("--"):
+            skip = word in ("--mem-fraction-static", "--piecewise-cuda-graph-tokens")
+        if not skip:
+            kept.append(word)
+    return kept + ([] if "--disable-piecewise-cuda-graph" in kept else ["--disable-piecewise-cuda-graph"])
+
+
 class Server:
-    """One SGLang server. `side`: "vanilla" or "crosspool"."""
+    """One SGLang server. `side`: "vanilla", "kvcached" or "crosspool"."""
 
     def __init__(self, fleet, model, side, prefix, device):
         self.fleet, self.model, self.side, self.host = fleet, model, side, fleet.host
         self.port = free_port()
-        self.arguments = model.arguments(self.host, self.port)
+        self.arguments = model.arguments(self.host, self.port, side)
         self.command = [*prefix, fleet.python, "-m", "sglang.launch_server", *self.arguments]
         self.log = fleet.folder / f"{side}-{model.name}.log"
         base = {
@@ -273,12 +307,16 @@ class Server:
         }
         base.pop("PYTHONDONTWRITEBYTECODE", None)  # worth a minute at each start
         base.pop("XPOOL_CONFIG", None)
-        if side == "vanilla":
+        if side == "kvcached":
+            base.update(self.host.kvcached_environment(model.name))
+        if side != "crosspool":
             base.update(self.host.vanilla_environment(device))
         elif self.host.kind == "cpu":
             base["SGLANG_PLUGINS"] = "xpool_cpu_hooks"
         else:
             base.pop("SGLANG_PLUGINS")  # `xpool exec` sets it
+        if model.failpoints:
+            base["XPOOL_FAILPOINTS"] = model.failpoints
         self.began = time.monotonic()
         self.ready_after = None
         self.environment = base
@@ -326,6 +364,12 @@ class Server:
         found = re.findall(r"Load weight end\..*mem usage=(-?[\d.]+) GB", self.text())
         return float(found[0]) if found else None
 
+    def get(self, path, timeout=30):
+        status, _, data = harness.http_request(f"http://127.0.0.1:{self.port}{path}", timeout=timeout)
+        if status != 200:
+            raise harness.Failed(f"{self.name()} {path}: {status} {data[:300]!r}")
+        return json.loads(data)
+
     def post(self, path, body, timeout=120):
         status, _, data = harness.http_request(f"http://127.0.0.1:{self.port}{path}", "POST", body, timeout)
         if status != 200:
@@ -354,12 +398,23 @@ def kill_group(process):
     process.wait(timeout=30)
 
 
+def memory_for(device, memory, pool):
+    """Bytes of an attention device's memory that leave `pool` bytes to KV Caches; `device` is what `xpool plan`
+    says of it when it has `memory` bytes."""
+    taken = sum(device[key] for key in ("weight_bytes", "workspace_bytes", "arena_bytes"))
+    return math.ceil((taken + pool) * memory / device["budget_bytes"])
+
+
 # ---- what is started together -----------------------------------------------------------------------------
 class Fleet:
     """`vanilla`: [(Model, devices)] of plain servers; `models`: what one CrossPool system serves. start() does
-    not wait; ready() does."""
+    not wait; ready() does.
 
-    def __init__(self, host, arguments, name, vanilla=(), models=(), atn=None, ffn=None):
+    `kv_policy`: scheduler.kv_policy. `pool`: bytes of the KV Capacity Pool of each attention device; None: what
+    its memory gives. `plain`: the side of the plain servers. `reform`: deadlines.reform, seconds."""
+
+    def __init__(self, host, arguments, name, vanilla=(), models=(), atn=None, ffn=None, kv_policy="static", pool=None,
+                 plain="vanilla", reform=None):
         self.host, self.name = host, name
         self.build, self.python = arguments.build, arguments.python
         self.folder = arguments.scratch / name
@@ -368,6 +423,7 @@ class Fleet:
         self.atn, self.ffn = atn or host.atn, ffn or host.ffn
         self.vanilla, self.instances, self.roles = {}, {}, {}
         self.observe = arguments.observe
+        self.kv_policy, self.pool, self.plain, self.reform = kv_policy, pool, plain, reform
 
     def spawn(self, command, log, environment):
         with open(log, "ab") as output:
@@ -385,42 +441,74 @@ class Fleet:
         self.before = self.host.used()
         print(f"--- starting {self.name}: {len(self.vanilla_models)} plain, {len(self.models)} with CrossPool", flush=True)
         for model, device in self.vanilla_models:
-            self.vanilla[model.name] = Server(self, model, "vanilla", [], device)
+            self.vanilla[model.name] = Server(self, model, self.plain, [], device)
         if self.models:
             self.start_system()
         one = next(iter([*self.instances.values(), *self.vanilla.values()]))
         print(f"    SGLang's arguments on both sides: {' '.join(one.arguments)}", flush=True)
         return self
 
-    def start_system(self):
-        xpool = str(self.build / "bin" / "xpool")
-        self.daemon_port = free_port()
-        self.config = self.folder / "system.toml"
+    def configure(self, memory=None):
+        """Writes the system's configuration; `memory`: {device: bytes}."""
         shared = bool(set(self.atn) & set(self.ffn))
         lines = ["[daemon]", f"socket = '{self.folder}/d.sock'", f"http = '127.0.0.1:{self.daemon_port}'"]
         lines += ["[cache]", f"root = '{self.folder}/cache'", "[atn]", f"devices = {json.dumps(self.atn)}"]
-        lines += ["[ffn]", f"devices = {json.dumps(self.ffn)}", "[scheduler]", "kv_policy = 'static'"]
+        lines += ["[ffn]", f"devices = {json.dumps(self.ffn)}", "[scheduler]", f"kv_policy = '{self.kv_policy}'"]
         lines += ["[deadlines]", f"registration = {self.host.start_s}", f"startup = {self.host.start_s}"]
-        lines += ["drain = 5", "stop = 10"]
+        lines += ["drain = 5", "stop = 10"] + ([f"reform = {self.reform}"] if self.reform is not None else [])
         if shared:
             lines += ["[devices]", "allow_shared_roles = true"]
         if self.observe:
             lines += ["[observe]", f"folder = '{self.folder}/observe'"]
-        lines += self.host.settings(self.atn + self.ffn)
+        lines += self.host.settings(self.atn + self.ffn, memory)
         for model in self.models:
             lines += model.settings(self.host)
         self.config.write_text("\n".join(lines) + "\n")
+
+    def planned(self, *words):
+        """What `xpool plan` prints."""
+        command = [str(self.build / "bin" / "xpool"), "plan", *words, "--config", str(self.config)]
+        plan = subprocess.run(command, capture_output=True, text=True, env=self.role_variables, timeout=60)
+        if plan.returncode:
+            raise harness.Failed(f"xpool plan: {plan.stderr or plan.stdout}")
+        return plan.stdout
+
+    def size_pool(self):
+        """Configures as much memory of the attention devices as leaves `pool` bytes to KV Caches. What is taken
+        beside them depends a little on what there is, hence the rounds."""
+        memory = dict.fromkeys(self.atn, (64 << 30) if self.host.kind == "cuda" else (1 << 30))
+        for _ in range(4):
+            self.configure(memory)
+            devices = {device["device"]: device for device in json.loads(self.planned("--json"))["devices"]}
+            if all(devices[name]["kv_bytes"] == self.pool for name in self.atn):
+                return
+            memory = {name: memory_for(devices[name], memory[name], self.pool) for name in self.atn}
+
+    def prepare(self):
+        """Everything up to the plan."""
+        self.daemon_port = free_port()
+        self.config = self.folder / "system.toml"
         # Roles of ours and SGLang's processes need not have the same libraries in front.
         plain = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **self.host.role_environment(self.python)}
         plain.pop("XPOOL_CONFIG", None)
-        plan = subprocess.run([xpool, "plan", "--config", str(self.config)], capture_output=True, text=True, env=plain, timeout=60)
-        if plan.returncode:
-            raise harness.Failed(f"xpool plan: {plan.stderr or plan.stdout}")
-        print(plan.stdout, flush=True)
+        self.role_variables = plain
+        if self.pool:
+            self.size_pool()
+        else:
+            self.configure()
+
+    def plan(self):
+        """What the system would be; nothing is started."""
+        self.prepare()
+        return json.loads(self.planned("--json"))
+
+    def start_system(self):
+        xpool = str(self.build / "bin" / "xpool")
+        self.prepare()
+        print(self.planned(), flush=True)
         commands = {"daemon": ["daemon", "serve"]}
         commands |= {f"atnagent {d}": ["atnagent", "--device", d] for d in self.atn}
         commands |= {f"ffnagent {d}": ["ffnagent", "--device", d] for d in self.ffn}
-        self.role_variables = plain
         for name, words in commands.items():
             self.start_role(name, *words)
         for model in self.models:
@@ -489,6 +577,18 @@ class Fleet:
 
     def role_tail(self, name):
         return self.role_log(name).read_text(errors="replace")[-1000:]
+
+    def kv(self, *words):
+        """`xpool kv WORDS`: what it prints."""
+        command = [str(self.build / "bin" / "xpool"), "kv", *words, "--config", str(self.config)]
+        out = subprocess.run(command, capture_output=True, text=True, env=self.role_variables, timeout=20)
+        if out.returncode:
+            raise harness.Failed(f"xpool kv {' '.join(words)}: {out.stderr.strip()}")
+        return out.stdout
+
+    def books(self):
+        """`xpool kv --json`."""
+        return json.loads(self.kv("--json"))
 
     def state(self):
         status, _, data = harness.http_request(f"http://127.0.0.1:{self.daemon_port}/v1/state", timeout=10)

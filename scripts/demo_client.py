@@ -92,7 +92,7 @@ def socket_is_taken(path):
 def resolve(folder):
     """Addresses to use, and the settings that say so where they differ from the configuration."""
     dump = subprocess.run(
-        [XPOOL, "config", "dump", "--json", "--config", CONFIG], capture_output=True, text=True, cwd=ROOT
+        [XPOOL, "config", "dump", "--json", "--config", CONFIG], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     if dump.returncode:
         sys.exit(dump.stderr.strip() or "xpool config dump failed")

@@ -279,6 +279,9 @@ typedef struct xpool_kv_info {
      * the group has. UINT32_MAX: they need not. */
     uint32_t admit_tokens;
     int32_t device; /* ordinal of the GPU that the range is on, in this process; -1: a CPU's */
+    /* Of the command applied last, the same in all ranks of the group from one step on. Where ranks
+     * have mapped for a grow and are yet to be told, it is that: nothing is released meanwhile. */
+    uint32_t goal_tokens;
 } xpool_kv_info_t;
 XPOOL_API xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out);
 

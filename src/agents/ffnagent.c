@@ -13,6 +13,7 @@
 
 #include "agents/agents.h"
 #include "agents/join.h"
+#include "agents/loading.h"
 #include "agents/usage.h"
 #include "agents/worker.h"
 #include "base/clock.h"
@@ -21,9 +22,8 @@
 #include "ffn/ffn.h"
 #include "kernels/kernels.h"
 
-#define SERVICE_JOIN_MS    2000
-#define PROGRESS_PERIOD_MS 250
-#define USAGE_PERIOD_MS    500
+#define SERVICE_JOIN_MS 2000
+#define USAGE_PERIOD_MS 500
 
 typedef struct ffnagent {
     const config_t *config;
@@ -38,16 +38,10 @@ typedef struct ffnagent {
     ffn_runtime_t *runtime;
     observe_t *observe;
     worker_t loader, worker;
-    struct event *on_progress, *on_usage;
+    agent_loading_t loading;
+    struct event *on_usage;
     agent_usage_t usage;
-    _Atomic uint64_t done_before, done_bytes;
-    _Atomic(const char *) loading;            /* model id, lives in the configuration */
     ffn_weights_t kept[FABRIC_MAX_INSTANCES]; /* by a former FfnAgent; fd -1: none */
-    uint32_t loading_weights;                 /* the loader's */
-    _Atomic uint64_t refused;                 /* bits of kept shards that are not the plan's */
-    uint64_t told_refused;
-    uint64_t adopted; /* bits of shards taken over; the loader's until it is done */
-    uint64_t adopted_bytes, read_bytes;
     bool finalizing, loading_done;
 } ffnagent_t;
 
@@ -87,20 +81,14 @@ static void service_done(void *context, xp_status_t status, const char *error)
 /* ---- loading ----------------------------------------------------------------------------------
  */
 
-static void count_progress(void *context, uint64_t done_bytes, uint64_t total_bytes)
-{
-    ffnagent_t *self = context;
-    atomic_store(&self->done_bytes, atomic_load(&self->done_before) + done_bytes);
-}
-
 /* The kept shard is another one: the daemon is to let go of it before as much is loaded anew. */
 static void note_refused(void *context)
 {
     ffnagent_t *self = context;
-    ffn_weights_t *kept = &self->kept[self->loading_weights];
+    ffn_weights_t *kept = &self->kept[self->loading.weights];
     close(kept->fd);
     kept->fd = -1;
-    atomic_fetch_or(&self->refused, (uint64_t)1 << self->loading_weights);
+    agent_loading_refuse(&self->loading);
 }
 
 static void take_kept(ffnagent_t *self, const xpw_KeptWeights *message, wire_descriptors_t *fds)
@@ -121,7 +109,7 @@ static xp_status_t offer_weights(ffnagent_t *self)
 {
     for (uint32_t w = 0; self->config->deadlines.reform > 0 && w < self->plan->weights_count; w++) {
         ffn_weights_t weights;
-        if ((self->adopted >> w & 1) || !ffn_runtime_model_bytes(self->runtime, w))
+        if ((self->loading.adopted >> w & 1) || !ffn_runtime_model_bytes(self->runtime, w))
             continue;
         XP_TRY(ffn_runtime_export(self->runtime, w, &weights));
         xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
@@ -136,21 +124,6 @@ static xp_status_t offer_weights(ffnagent_t *self)
             return status;
     }
     return XP_OK;
-}
-
-/* The group of a weight set, over all layers, and the first Instance that uses it. */
-static uint32_t weights_group(const fabric_plan_t *plan, uint32_t weights, uint32_t *instance_out)
-{
-    uint32_t group = 0;
-    for (uint32_t i = plan->instance_count; i-- > 0;) {
-        const fabric_plan_instance_t *instance = &plan->instances[i];
-        if (instance->weights != weights)
-            continue;
-        *instance_out = i;
-        for (uint32_t l = 0; l < instance->layers; l++)
-            group |= instance->layer_group[l];
-    }
-    return group;
 }
 
 static void plan_widths(const ffnagent_t *self, uint32_t *max_rows)
@@ -185,7 +158,7 @@ static xp_status_t load_job(void *context)
     XP_TRY(ffn_runtime_create(&runtime_config, &self->runtime));
     for (uint32_t w = 0; w < self->plan->weights_count; w++) {
         uint32_t first = 0;
-        uint32_t group = weights_group(self->plan, w, &first);
+        uint32_t group = agent_loading_group(self->plan, w, &first);
         if (!(group & (1u << self->index)))
             continue;
         const config_model_t *model =
@@ -193,8 +166,7 @@ static xp_status_t load_job(void *context)
         if (!model)
             return xp_fail(XP_INVALID, "the plan names model %s, the configuration does not",
                            self->plan->instances[first].id);
-        atomic_store(&self->loading, model->id);
-        self->loading_weights = w;
+        agent_loading_next(&self->loading, w, model->id);
         ffn_load_report_t report;
         ffn_install_t install = {
             .model = w,
@@ -205,38 +177,20 @@ static xp_status_t load_job(void *context)
             .tp_rank = (uint32_t)__builtin_popcount(group & ((1u << self->index) - 1)),
             .tp_size = (uint32_t)__builtin_popcount(group),
             .readers = self->config->loader_parallelism,
-            .progress = count_progress,
-            .progress_context = self,
+            .progress = agent_loading_count,
+            .progress_context = &self->loading,
             .kept = self->kept[w].fd >= 0 ? &self->kept[w] : NULL,
             .refused = note_refused,
+            .refused_context = self,
             .report = &report,
         };
         xp_status_t status = ffn_runtime_install(self->runtime, &install);
         if (status != XP_OK)
             return xp_fail_context(status, "model %s", model->id);
-        xp_log_info("model %s: %llu bytes adopted, %llu read, in %.2f s", model->id,
-                    (unsigned long long)(report.adopted ? report.bytes : 0),
-                    (unsigned long long)report.read, (double)report.took_ns / 1e9);
-        self->adopted |= (uint64_t)report.adopted << w;
-        self->adopted_bytes += report.adopted ? report.bytes : 0;
-        self->read_bytes += report.read;
-        atomic_fetch_add(&self->done_before, ffn_runtime_model_bytes(self->runtime, w));
-        atomic_store(&self->done_bytes, atomic_load(&self->done_before));
+        agent_loading_installed(&self->loading, ffn_runtime_model_bytes(self->runtime, w),
+                                report.adopted, report.read, report.took_ns);
     }
     return XP_OK;
-}
-
-static void send_progress(evutil_socket_t fd, short events, void *context)
-{
-    ffnagent_t *self = context;
-    self->told_refused =
-        participant_refuse_kept(self->participant, atomic_load(&self->refused), self->told_refused);
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_progress_tag};
-    envelope.body.progress.done_bytes = atomic_load(&self->done_bytes);
-    const char *what = atomic_load(&self->loading);
-    snprintf(envelope.body.progress.what, sizeof(envelope.body.progress.what), "%s",
-             what ? what : "");
-    participant_send(self->participant, &envelope, NULL, 0);
 }
 
 static void send_usage(evutil_socket_t fd, short events, void *context)
@@ -255,7 +209,7 @@ static void load_done(void *context, xp_status_t status, const char *error)
 {
     ffnagent_t *self = context;
     self->loading_done = true;
-    event_del(self->on_progress);
+    agent_loading_end(&self->loading);
     if (self->finalizing) {
         participant_bye(self->participant, "stopped while loading");
         return;
@@ -278,7 +232,6 @@ static void load_done(void *context, xp_status_t status, const char *error)
         participant_fail(self->participant, xp_error_last()->text);
         return;
     }
-    send_progress(-1, 0, self);
     if (offer_weights(self) != XP_OK) {
         participant_fail(self->participant, xp_error_last()->text);
         return;
@@ -291,8 +244,8 @@ static void load_done(void *context, xp_status_t status, const char *error)
     executable->workspace_bytes = stats.workspace_bytes;
     executable->signatures = stats.signatures;
     executable->templates = stats.templates;
-    executable->read_bytes = self->read_bytes;
-    executable->adopted_bytes = self->adopted_bytes;
+    executable->read_bytes = self->loading.read_bytes;
+    executable->adopted_bytes = self->loading.adopted_bytes;
     executable->weights_count = (pb_size_t)self->plan->weights_count;
     for (uint32_t w = 0; w < self->plan->weights_count; w++)
         executable->weights[w] = ffn_runtime_model_bytes(self->runtime, w);
@@ -331,9 +284,8 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
             return;
         }
         self->memory_bytes = envelope->body.prepare.memory_bytes;
-        struct timeval period = {.tv_usec = PROGRESS_PERIOD_MS * 1000};
-        if (worker_start(&self->loader, self->base, load_job, load_done, self) != XP_OK ||
-            event_add(self->on_progress, &period) != 0)
+        if (agent_loading_begin(&self->loading, self->participant) != XP_OK ||
+            worker_start(&self->loader, self->base, load_job, load_done, self) != XP_OK)
             participant_fail(self->participant, xp_error_last()->text);
         break;
     }
@@ -377,7 +329,7 @@ int ffnagent_run(const config_t *config, const char *device)
         return 1;
     participant_handlers_t handlers = {
         .message = on_message, .stop = on_stop, .failed = on_failed, .context = self};
-    self->loader.event_fd = self->worker.event_fd = -1;
+    self->loader.event_fd = self->worker.event_fd = self->loading.refused_fd = -1;
     for (uint32_t w = 0; w < FABRIC_MAX_INSTANCES; w++)
         self->kept[w].fd = -1;
     self->config = config;
@@ -393,11 +345,9 @@ int ffnagent_run(const config_t *config, const char *device)
         goto done;
     }
     self->base = event_base_new();
-    if (self->base) {
-        self->on_progress = event_new(self->base, -1, EV_PERSIST, send_progress, self);
+    if (self->base)
         self->on_usage = event_new(self->base, -1, EV_PERSIST, send_usage, self);
-    }
-    if (!self->base || !self->on_progress || !self->on_usage ||
+    if (!self->base || !self->on_usage || agent_loading_init(&self->loading, self->base) != XP_OK ||
         participant_create(self->base, config, xpw_Role_ROLE_FFNAGENT, device, 0,
                            kernels_variant_name(kernels_selected()), &handlers,
                            &self->participant) != XP_OK) {
@@ -425,8 +375,7 @@ done:
         if (self->kept[w].fd >= 0)
             close(self->kept[w].fd);
     free(self->plan);
-    if (self->on_progress)
-        event_free(self->on_progress);
+    agent_loading_fini(&self->loading);
     if (self->on_usage)
         event_free(self->on_usage);
     if (self->base)

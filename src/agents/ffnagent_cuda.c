@@ -19,6 +19,7 @@
 #include "agents/environment.h"
 #include "agents/heap.h"
 #include "agents/join.h"
+#include "agents/loading.h"
 #include "agents/usage.h"
 #include "agents/worker.h"
 #include "base/clock.h"
@@ -29,16 +30,15 @@
 #include "observe/observe.h"
 #include "stage/stage.h"
 
-#define PROGRESS_PERIOD_MS 250
-#define LOOK_PERIOD_MS     5
-#define LOOK_LIMIT_NS      (200 * XP_NS_PER_MS)
-#define SILENCE_LIMIT_NS   (5 * XP_NS_PER_S) /* of a device that does not tell */
-#define STATS_PERIOD_NS    (500 * XP_NS_PER_MS)
-#define ATTACH_LIMIT_NS    (2 * XP_NS_PER_S)
-#define DETACH_STEP_NS     (20 * XP_NS_PER_MS)
-#define STOP_LIMIT_NS      (2 * XP_NS_PER_S)
-#define FAIL_LIMIT_NS      (300 * XP_NS_PER_MS)
-#define RECORDS_AT_ONCE    256
+#define LOOK_PERIOD_MS   5
+#define LOOK_LIMIT_NS    (200 * XP_NS_PER_MS)
+#define SILENCE_LIMIT_NS (5 * XP_NS_PER_S) /* of a device that does not tell */
+#define STATS_PERIOD_NS  (500 * XP_NS_PER_MS)
+#define ATTACH_LIMIT_NS  (2 * XP_NS_PER_S)
+#define DETACH_STEP_NS   (20 * XP_NS_PER_MS)
+#define STOP_LIMIT_NS    (2 * XP_NS_PER_S)
+#define FAIL_LIMIT_NS    (300 * XP_NS_PER_MS)
+#define RECORDS_AT_ONCE  256
 
 typedef struct ffnagent {
     const config_t *config;
@@ -47,7 +47,7 @@ typedef struct ffnagent {
     int ordinal;
     struct event_base *base;
     participant_t *participant;
-    struct event *on_progress, *on_look;
+    struct event *on_look;
     worker_t loader, starter;
     fabric_plan_t *plan;
     uint64_t memory_bytes; /* the plan's budget */
@@ -70,15 +70,9 @@ typedef struct ffnagent {
     uint64_t detach_until_ns[FABRIC_MAX_INSTANCES];
     uint64_t answered_ns; /* when the device told last */
     uint64_t stats_ns;
+    agent_loading_t loading;
     agent_usage_t usage;
-    _Atomic uint64_t done_before, done_bytes;
-    _Atomic(const char *) loading; /* model id, lives in the configuration */
-    ffn_cuda_weights_t *kept;      /* [FABRIC_MAX_INSTANCES], by a former FfnAgent; count 0: none */
-    uint32_t loading_weights;      /* the loader's */
-    uint64_t adopted;              /* bits of shards taken over; the loader's until it is done */
-    uint64_t adopted_bytes, read_bytes;
-    _Atomic uint64_t refused; /* bits of kept shards that are not the plan's */
-    uint64_t told_refused;
+    ffn_cuda_weights_t *kept; /* [FABRIC_MAX_INSTANCES], by a former FfnAgent; count 0: none */
     bool prepared, loaded, started, finalizing, failed;
 } ffnagent_t;
 
@@ -97,15 +91,6 @@ static bool shared(const ffnagent_t *self)
     return gpus_shared(self->config, self->configured);
 }
 
-/* ---- loading ----------------------------------------------------------------------------------
- */
-
-static void count_progress(void *context, uint64_t done_bytes, uint64_t total_bytes)
-{
-    ffnagent_t *self = context;
-    atomic_store(&self->done_bytes, atomic_load(&self->done_before) + done_bytes);
-}
-
 /* ---- weights from one FfnAgent to the next ---------------------------------------------------
  */
 
@@ -114,12 +99,6 @@ static void forget_kept(ffn_cuda_weights_t *kept)
     for (uint32_t b = 0; b < kept->count; b++)
         close(kept->fd[b]);
     kept->count = 0;
-}
-
-static void note_refused(void *context)
-{
-    ffnagent_t *self = context;
-    atomic_fetch_or(&self->refused, (uint64_t)1 << self->loading_weights);
 }
 
 static xp_status_t on_kept(ffnagent_t *self, const xpw_KeptWeights *message,
@@ -161,40 +140,14 @@ static xp_status_t offer_shard(ffnagent_t *self, uint32_t model)
 static xp_status_t offer_weights(ffnagent_t *self)
 {
     for (uint32_t w = 0; self->config->deadlines.reform > 0 && w < self->plan->weights_count; w++)
-        if (!(self->adopted >> w & 1) && ffn_cuda_runtime_model_bytes(self->runtime, w))
+        if (!(self->loading.adopted >> w & 1) && ffn_cuda_runtime_model_bytes(self->runtime, w))
             XP_TRY(offer_shard(self, w));
     return XP_OK;
 }
 
-static void send_progress(evutil_socket_t fd, short events, void *context)
-{
-    ffnagent_t *self = context;
-    self->told_refused =
-        participant_refuse_kept(self->participant, atomic_load(&self->refused), self->told_refused);
-    xpw_Envelope envelope = {.which_body = xpw_Envelope_progress_tag};
-    envelope.body.progress.done_bytes = atomic_load(&self->done_bytes);
-    const char *what = atomic_load(&self->loading);
-    snprintf(envelope.body.progress.what, sizeof(envelope.body.progress.what), "%s",
-             what ? what : "");
-    participant_send(self->participant, &envelope, NULL, 0);
-}
-
-/* The first Instance that uses a weight set, and the members of its groups. */
-static uint32_t weights_group(const fabric_plan_t *plan, uint32_t weights, uint32_t *instance_out)
-{
-    uint32_t group = 0;
-    for (uint32_t i = plan->instance_count; i-- > 0;) {
-        if (plan->instances[i].weights != weights)
-            continue;
-        *instance_out = i;
-        group |= stage_members(&plan->instances[i]);
-    }
-    return group;
-}
-
 static xp_status_t install(ffnagent_t *self, uint32_t weights)
 {
-    uint32_t first = 0, group = weights_group(self->plan, weights, &first);
+    uint32_t first = 0, group = agent_loading_group(self->plan, weights, &first);
     if (!(group & 1u << self->index))
         return XP_OK;
     const fabric_plan_instance_t *instance = &self->plan->instances[first];
@@ -202,7 +155,7 @@ static xp_status_t install(ffnagent_t *self, uint32_t weights)
     if (!model)
         return xp_fail(XP_INVALID, "the plan names model %s, the configuration does not",
                        instance->id);
-    atomic_store(&self->loading, model->id);
+    agent_loading_next(&self->loading, weights, model->id);
     ffn_install_t shard = {.model = weights,
                            .model_id = model->id,
                            .path = model->path,
@@ -212,25 +165,18 @@ static xp_status_t install(ffnagent_t *self, uint32_t weights)
                                (uint32_t)__builtin_popcount(group & ((1u << self->index) - 1)),
                            .tp_size = (uint32_t)__builtin_popcount(group),
                            .readers = self->config->loader_parallelism,
-                           .progress = count_progress,
-                           .progress_context = self,
-                           .refused = note_refused};
-    self->loading_weights = weights;
+                           .progress = agent_loading_count,
+                           .progress_context = &self->loading,
+                           .refused = agent_loading_refuse,
+                           .refused_context = &self->loading};
     ffn_cuda_load_report_t report;
     ffn_cuda_weights_t *kept = self->kept[weights].count ? &self->kept[weights] : NULL;
     xp_status_t status = ffn_cuda_runtime_install(self->runtime, &shard, kept, &report);
     if (status != XP_OK)
         return xp_fail_context(status, "model %s", model->id);
     forget_kept(&self->kept[weights]);
-    self->adopted |= (uint64_t)report.adopted << weights;
-    self->adopted_bytes += report.adopted ? report.bytes : 0;
-    self->read_bytes += report.read;
-    xp_log_info("model %s: %llu bytes adopted, %llu read, in %.2f s (%.2f GB/s)", model->id,
-                (unsigned long long)(report.adopted ? report.bytes : 0),
-                (unsigned long long)report.read, (double)report.took_ns / 1e9,
-                report.took_ns ? (double)report.bytes / (double)report.took_ns : 0.0);
-    atomic_fetch_add(&self->done_before, report.bytes);
-    atomic_store(&self->done_bytes, atomic_load(&self->done_before));
+    agent_loading_installed(&self->loading, report.bytes, report.adopted, report.read,
+                            report.took_ns);
     return XP_OK;
 }
 
@@ -355,8 +301,8 @@ static void send_executable(ffnagent_t *self, const ffn_cuda_stats_t *stats)
     executable->workspace_bytes = stats->workspace_bytes + stats->table_bytes;
     executable->signatures = stats->signatures;
     executable->templates = stats->templates;
-    executable->read_bytes = self->read_bytes;
-    executable->adopted_bytes = self->adopted_bytes;
+    executable->read_bytes = self->loading.read_bytes;
+    executable->adopted_bytes = self->loading.adopted_bytes;
     executable->weights_count = (pb_size_t)self->plan->weights_count;
     for (uint32_t w = 0; w < self->plan->weights_count; w++)
         executable->weights[w] = self->runtime ? ffn_cuda_runtime_model_bytes(self->runtime, w) : 0;
@@ -405,7 +351,7 @@ static void start_when_complete(ffnagent_t *self)
 static void load_done(void *context, xp_status_t status, const char *error)
 {
     ffnagent_t *self = context;
-    event_del(self->on_progress);
+    agent_loading_end(&self->loading);
     if (self->failed)
         return;
     if (self->finalizing) {
@@ -416,7 +362,6 @@ static void load_done(void *context, xp_status_t status, const char *error)
         participant_fail(self->participant, error);
         return;
     }
-    send_progress(-1, 0, self);
     if (!used(self)) { /* nothing comes here: no stage, no scheduler */
         send_executable(self, &(ffn_cuda_stats_t){0});
         return;
@@ -703,11 +648,8 @@ static xp_status_t on_prepare(ffnagent_t *self, const xpw_Prepare *prepare)
         return xp_fail(XP_PEER, "Prepare out of order");
     self->prepared = true;
     self->memory_bytes = prepare->memory_bytes;
-    struct timeval period = {.tv_usec = PROGRESS_PERIOD_MS * 1000};
-    XP_TRY(worker_start(&self->loader, self->base, load_job, load_done, self));
-    return event_add(self->on_progress, &period) == 0
-               ? XP_OK
-               : xp_fail(XP_NO_MEMORY, "no memory for the progress timer");
+    XP_TRY(agent_loading_begin(&self->loading, self->participant));
+    return worker_start(&self->loader, self->base, load_job, load_done, self);
 }
 
 static xp_status_t on_partials(ffnagent_t *self, const xpw_StageGrant *grant,
@@ -824,7 +766,7 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
         return 1;
     participant_handlers_t handlers = {
         .message = on_message, .stop = on_stop, .failed = on_failed, .context = self};
-    self->loader.event_fd = self->starter.event_fd = -1;
+    self->loader.event_fd = self->starter.event_fd = self->loading.refused_fd = -1;
     self->config = config;
     self->life_fd = -1;
     memset(self->arenas, 0xff, sizeof(self->arenas)); /* -1: none */
@@ -840,11 +782,9 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
         goto done;
     }
     self->base = event_base_new();
-    if (self->base) {
-        self->on_progress = event_new(self->base, -1, EV_PERSIST, send_progress, self);
+    if (self->base)
         self->on_look = event_new(self->base, -1, EV_PERSIST, on_look, self);
-    }
-    if (!self->base || !self->on_progress || !self->on_look ||
+    if (!self->base || !self->on_look || agent_loading_init(&self->loading, self->base) != XP_OK ||
         participant_create(self->base, config, xpw_Role_ROLE_FFNAGENT, device, 0, "cuda", &handlers,
                            &self->participant) != XP_OK) {
         exit_code = participant_start_error();
@@ -860,8 +800,7 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
 done:
     participant_destroy(self->participant);
     free_all(self, exit_code);
-    if (self->on_progress)
-        event_free(self->on_progress);
+    agent_loading_fini(&self->loading);
     if (self->on_look)
         event_free(self->on_look);
     if (self->base)

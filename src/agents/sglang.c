@@ -190,7 +190,8 @@ static xp_status_t check_python(const config_model_t *model, const char *python)
     if (error)
         return xp_fail(XP_NOT_FOUND,
                        "models[%s].python: cannot start %s: %s; scripts/test-venv makes an "
-                       "environment with SGLang, or name an interpreter that has it",
+                       "environment with SGLang for CPU devices (GPUs: docs/sglang.md), or name an "
+                       "interpreter that has it",
                        model->id, python, strerror(error));
     int wait_status = 0;
     if (xp_child_reap(pid, xp_monotonic_ns() + CHECK_TIMEOUT_NS, &wait_status) == XP_TIMEOUT) {
@@ -203,11 +204,11 @@ static xp_status_t check_python(const config_model_t *model, const char *python)
     if (code == 0)
         return XP_OK;
     if (code == CHECK_NO_SGLANG)
-        return xp_fail(
-            XP_NOT_FOUND,
-            "models[%s].python: %s has no SGLang; scripts/test-venv makes an environment "
-            "that has it, or name an interpreter that does",
-            model->id, python);
+        return xp_fail(XP_NOT_FOUND,
+                       "models[%s].python: %s has no SGLang; scripts/test-venv makes an "
+                       "environment that has it "
+                       "for CPU devices (GPUs: docs/sglang.md), or name an interpreter that does",
+                       model->id, python);
     if (code == CHECK_NO_PLUGIN)
         return xp_fail(XP_NOT_FOUND,
                        "models[%s].python: %s does not find the plugin xpool: it lies in python/ "

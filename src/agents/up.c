@@ -31,6 +31,7 @@
 #define UP_GRACE_NS      (700 * XP_NS_PER_MS) /* after a failure, before what is left is killed */
 #define UP_SHORT_LIFE_NS (1 * XP_NS_PER_S)
 #define UP_PAUSE_SHARE   4 /* of deadlines.reform, at most, before who lived shortly is replaced */
+#define UP_PAUSE_NS      (4 * XP_NS_PER_S) /* the longest; the daemon counts who fell how often */
 #define UP_SWEEP_NS      (1 * XP_NS_PER_S) /* for what an engine's main process leaves behind */
 
 typedef struct up_child {
@@ -43,6 +44,7 @@ typedef struct up_child {
     uint64_t gone_ns; /* when its main process was seen dead while others of its group lived */
     uint64_t born_ns;
     uint64_t again_ns; /* an agent whose Generation failed: when to start its successor; 0 = not */
+    uint32_t short_lives; /* in a row */
 } up_child_t;
 
 typedef struct up {
@@ -55,6 +57,7 @@ typedef struct up {
     uint64_t changed_ns; /* the first agent of the last failed Generation was seen dead */
     uint64_t kill_at_ns; /* 0 = no force yet */
     int exit_code;
+    uint64_t replace; /* as of the last Verdict: bits of models whose Instance the daemon ended */
     char last_reason[256];
 } up_t;
 
@@ -220,16 +223,22 @@ static void report_failure(up_t *up, const up_child_t *child, const char *how)
 
 /* An ordered end that somebody else asked for (`xpool down`): the daemon judges it, not we. Returns
  * whether the daemon answered. */
-static bool ask_stopping(up_t *up)
+static bool ask_with(up_t *up, const xpw_Envelope *question)
 {
-    xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
-    if (client_ask(up->config, "up", &question, xpw_Envelope_verdict_tag, 300 * XP_NS_PER_MS,
+    xpw_Envelope answer;
+    if (client_ask(up->config, "up", question, xpw_Envelope_verdict_tag, 300 * XP_NS_PER_MS,
                    &answer) != XP_OK)
         return false;
+    up->replace = answer.body.verdict.replace;
     const char *state = answer.body.verdict.state;
     up->stopping = strcmp(state, "QUIESCING") == 0 || strcmp(state, "DRAINING") == 0 ||
                    strcmp(state, "FINALIZING") == 0 || strcmp(state, "STOPPED") == 0;
     return true;
+}
+
+static bool ask_stopping(up_t *up)
+{
+    return ask_with(up, &(xpw_Envelope){.which_body = xpw_Envelope_check_tag});
 }
 
 static bool daemon_is_stopping(up_t *up)
@@ -255,6 +264,37 @@ static bool is_former(const up_t *up, const up_child_t *child)
     return is_agent(child) && child->born_ns < up->changed_ns;
 }
 
+/* Twice as long each time: what is wrong may pass, and a machine is not to be kept busy by it. */
+static uint64_t pause_before(const up_t *up, uint32_t short_lives)
+{
+    double share = up->config->deadlines.reform / UP_PAUSE_SHARE * (double)XP_NS_PER_S;
+    uint64_t pause = UP_SHORT_LIFE_NS;
+    for (uint32_t i = 1; i < short_lives && pause < UP_PAUSE_NS; i++)
+        pause *= 2;
+    if (pause > UP_PAUSE_NS)
+        pause = UP_PAUSE_NS;
+    return short_lives == 0 ? 0 : (double)pause > share ? (uint64_t)share : pause;
+}
+
+/* The daemon counts those that never registered, of which it hears from us alone. */
+static void tell_ended(up_t *up, const up_child_t *child, pid_t pid, const char *how)
+{
+    xpw_Envelope report = {.which_body = xpw_Envelope_agent_ended_tag};
+    xpw_AgentEnded *ended = &report.body.agent_ended;
+    ended->role = child->role;
+    ended->pid = (uint32_t)pid;
+    snprintf(ended->device, sizeof(ended->device), "%s", child->name);
+    snprintf(ended->how, sizeof(ended->how), "%s", how);
+    ask_with(up, &report);
+}
+
+/* As of the last Verdict. */
+static bool ended_with_generation(const up_t *up, const up_child_t *child)
+{
+    const config_model_t *model = config_model_find(up->config, child->name);
+    return model && up->replace >> (model - up->config->models) & 1;
+}
+
 /* An agent of a failed Generation makes room for a successor, which the daemon waits for; it also
  * sees to it that this has an end. Who did not live long is given a pause. On GPUs the Instances
  * end with the Generation, and are started again too. */
@@ -272,9 +312,8 @@ static bool replaces(up_t *up, up_child_t *child)
                    (uint64_t)((up->config->deadlines.stop + UP_SLACK_S) * (double)XP_NS_PER_S)) {
         return false;
     }
-    double share = up->config->deadlines.reform / UP_PAUSE_SHARE * (double)XP_NS_PER_S;
-    uint64_t pause = share < (double)UP_SHORT_LIFE_NS ? (uint64_t)share : UP_SHORT_LIFE_NS;
-    child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + pause : now;
+    child->short_lives = now - child->born_ns < UP_SHORT_LIFE_NS ? child->short_lives + 1 : 0;
+    child->again_ns = now + pause_before(up, child->short_lives);
     return true;
 }
 
@@ -320,9 +359,10 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
         begin_force(up, UP_GRACE_NS);
         return;
     }
-    /* On GPUs an Instance ends in order with its Generation. */
-    if (clean && child->role == xpw_Role_ROLE_INSTANCE && up->changed_ns && !up->stopping &&
-        !up->failed && daemon_goes_on(up) && replaces(up, child))
+    /* On GPUs an Instance ends in order with its Generation. One that was stopped stays so. */
+    bool in_order = child->role == xpw_Role_ROLE_INSTANCE && (clean || own_end);
+    if (in_order && up->changed_ns && !up->stopping && !up->failed && daemon_goes_on(up) &&
+        ended_with_generation(up, child) && replaces(up, child))
         return;
     /* An exit code of 0 is no fault, but for a model that the start still waits for. */
     if (clean && (child->role != xpw_Role_ROLE_INSTANCE || up->ready || up->stopping ||
@@ -343,8 +383,11 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
         return;
     }
     xp_log_warn("%s %s (pid %d) %s", child_role(child), child->name, (int)pid, how);
-    if (replaces(up, child))
+    if (!in_order && replaces(up, child)) {
+        if (is_agent(child))
+            tell_ended(up, child, pid, how);
         return;
+    }
     switch (child->role) {
     case xpw_Role_ROLE_INSTANCE:
         if (!up->ready) {
@@ -434,9 +477,11 @@ static void check_ready(up_t *up, uint64_t started_ns)
     const xpw_Verdict *verdict = &answer.body.verdict;
     if (verdict->system_ready && verdict->gateway_port) {
         up->ready = true;
-        fprintf(stdout, "ready in %.1f s: OpenAI API at http://%s:%u/v1, state at http://%s/\n",
+        const char *http = up->config->daemon.http;
+        fprintf(stdout,
+                "ready in %.1f s: OpenAI API at http://%s:%u/v1, state at http://%.*s:%u/\n",
                 (double)(xp_monotonic_ns() - started_ns) / 1e9, verdict->gateway_host,
-                verdict->gateway_port, up->config->daemon.http);
+                verdict->gateway_port, (int)(strrchr(http, ':') - http), http, verdict->http_port);
         for (uint32_t m = 0; m < up->config->model_count; m++)
             fprintf(stdout, "  model %s\n", up->config->models[m].id);
         fprintf(stdout, "Ctrl-C or `xpool down` stops everything.\n");

@@ -54,6 +54,7 @@ int cmd_down(int argc, char **argv);
 int cmd_plan(int argc, char **argv);
 int cmd_kv(int argc, char **argv);
 int cmd_kv_set(int argc, char **argv);
+int cmd_kv_policy(int argc, char **argv);
 int cmd_kv_trim(int argc, char **argv);
 int cmd_devices(int argc, char **argv);
 int cmd_trace(int argc, char **argv);

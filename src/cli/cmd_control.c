@@ -31,10 +31,11 @@ static int print_verdict(const xpw_Verdict *verdict, bool json)
         json_t *reasons = json_array();
         for (pb_size_t i = 0; i < verdict->reasons_count; i++)
             json_array_append_new(reasons, json_string(verdict->reasons[i]));
-        json_t *all = json_pack("{s:s, s:b, s:b, s:b, s:o, s:s}", "state", verdict->state,
-                                "fabric_executable", verdict->fabric_executable, "system_ready",
-                                verdict->system_ready, "serving_healthy", verdict->serving_healthy,
-                                "reasons", reasons, "failure", verdict->failure);
+        json_t *all =
+            json_pack("{s:s, s:b, s:b, s:b, s:o, s:s, s:i}", "state", verdict->state,
+                      "fabric_executable", verdict->fabric_executable, "system_ready",
+                      verdict->system_ready, "serving_healthy", verdict->serving_healthy, "reasons",
+                      reasons, "failure", verdict->failure, "http_port", (int)verdict->http_port);
         char *text = json_dumps(all, JSON_INDENT(1));
         puts(text ? text : "{}");
         free(text);

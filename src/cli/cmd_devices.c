@@ -8,7 +8,9 @@
 
 #include "base/pool.h"
 #include "cli/cli.h"
+#include "control/gpus.h"
 #include "cuda/device.h"
+#include "ffn/cuda/kernels.h"
 #include "stage/heap.h"
 
 typedef struct machine {
@@ -21,10 +23,14 @@ typedef struct machine {
     cuda_device_info_t gpus[CUDA_DEVICES_MAX]; /* as cuda:0, cuda:1, ... */
 } machine_t;
 
-static void look_for_nvshmem(machine_t *machine)
+/* Where the agents of that configuration look; without one, beside the interpreter of the
+ * environment. */
+static void look_for_nvshmem(machine_t *machine, const config_t *config)
 {
-    const char *pythons[] = {getenv("XPOOL_PYTHON"), ".xpool-cache/venv-test/bin/python"};
-    if (stage_heap_find(NULL, pythons, 2, &machine->nvshmem) != XP_OK)
+    const char *python = getenv("XPOOL_PYTHON");
+    xp_status_t status = config ? gpus_nvshmem(config, &machine->nvshmem)
+                                : stage_heap_find(NULL, &python, 1, &machine->nvshmem);
+    if (status != XP_OK)
         snprintf(machine->no_nvshmem, sizeof(machine->no_nvshmem), "%s", xp_error_last()->text);
 }
 
@@ -46,6 +52,12 @@ static void look(machine_t *machine)
     machine->gpu_count = count < CUDA_DEVICES_MAX ? count : CUDA_DEVICES_MAX;
 }
 
+/* Whether the FFN kernels run there; attention is the engine's. */
+static bool computes_ffn(const cuda_device_info_t *gpu)
+{
+    return gpu->vmm && gpu->capability == FFN_CUDA_CAPABILITY;
+}
+
 static void print_text(const machine_t *machine)
 {
     printf("%-8s %10s  %s\n", "device", "MiB", "what");
@@ -58,7 +70,9 @@ static void print_text(const machine_t *machine)
         printf("%-8s %10.0f  %s, compute capability %d.%d, %s%s\n", name,
                (double)gpu->memory_bytes / 1048576.0, gpu->name, gpu->capability / 10,
                gpu->capability % 10, gpu->bus_id,
-               gpu->vmm ? "" : ", cannot share memory by descriptor: not usable");
+               !gpu->vmm           ? ", cannot share memory by descriptor: not usable"
+               : computes_ffn(gpu) ? ""
+                                   : ", for attention only: FFN kernels need 9.0");
     }
     if (machine->driver_version)
         printf("NVIDIA driver for CUDA %d.%d\n", machine->driver_version / 1000,
@@ -84,11 +98,11 @@ static int print_json(const machine_t *machine)
         snprintf(capability, sizeof(capability), "%d.%d", gpu->capability / 10,
                  gpu->capability % 10);
         json_array_append_new(
-            devices, json_pack("{s:s, s:I, s:s, s:s, s:s, s:s, s:i, s:b, s:b}", "device", name,
+            devices, json_pack("{s:s, s:I, s:s, s:s, s:s, s:s, s:i, s:b, s:b, s:b}", "device", name,
                                "memory_bytes", (json_int_t)gpu->memory_bytes, "name", gpu->name,
                                "compute_capability", capability, "uuid", gpu->uuid, "pci_bus_id",
                                gpu->bus_id, "multiprocessors", gpu->multiprocessors, "usable",
-                               gpu->vmm, "mps_client", gpu->mps));
+                               gpu->vmm, "ffn", computes_ffn(gpu), "mps_client", gpu->mps));
     }
     json_t *root = json_pack("{s:o}", "devices", devices);
     char version[16];
@@ -112,22 +126,40 @@ static int print_json(const machine_t *machine)
 
 int cmd_devices(int argc, char **argv)
 {
-    if (cli_wants_help(argc, argv,
-                       "usage: xpool devices [--json]\n\n"
-                       "Lists what this machine has to compute on: its processors, and the GPUs "
-                       "that the NVIDIA\ndriver shows (CUDA_VISIBLE_DEVICES restricts them), in "
-                       "the order of their PCI addresses:\nthe N-th is cuda:N of atn.devices and "
-                       "ffn.devices. Says whether NVSHMEM and the plug-in for it are\nhere. Exits "
-                       "0 where there is no GPU, too.\n"))
+    int code = CLI_EXIT_OK;
+    if (cli_wants_help(
+            argc, argv,
+            "usage: xpool devices [--json] [--config FILE]\n\n"
+            "Lists what this machine has to compute on: its processors, and the GPUs "
+            "that the NVIDIA\ndriver shows (CUDA_VISIBLE_DEVICES restricts them), in "
+            "the order of their PCI addresses:\nthe N-th is cuda:N of atn.devices and "
+            "ffn.devices. Says whether NVSHMEM and the plug-in for it are\nhere: where the "
+            "configuration has agents look for them, without one (--config, "
+            "XPOOL_CONFIG)\nbeside the Python of XPOOL_PYTHON, of an active virtual "
+            "environment, and of the system. Exits 0 where\nthere is no GPU, too.\n"))
         return CLI_EXIT_OK;
     bool json = cli_take_flag(&argc, argv, "--json");
+    config_overrides_t overrides = {.config_path = cli_take_option(&argc, argv, "--config")};
     if (cli_leftover(argc, argv, 1))
         return CLI_EXIT_USAGE;
     static machine_t machine;
+    config_t *config = NULL;
+    bool named = overrides.config_path || getenv("XPOOL_CONFIG");
+    if (named && config_load(&overrides, &config) != XP_OK) {
+        /* One in the environment may be for something else. */
+        if (overrides.config_path) {
+            fprintf(stderr, "%s: %s\n", argv[0], xp_error_last()->text);
+            return CLI_EXIT_USAGE;
+        }
+        snprintf(machine.no_nvshmem, sizeof(machine.no_nvshmem), "%s", xp_error_last()->text);
+    } else {
+        look_for_nvshmem(&machine, config);
+    }
     look(&machine);
-    look_for_nvshmem(&machine);
     if (json)
-        return print_json(&machine);
-    print_text(&machine);
-    return CLI_EXIT_OK;
+        code = print_json(&machine);
+    else
+        print_text(&machine);
+    config_destroy(config);
+    return code;
 }

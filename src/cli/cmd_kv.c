@@ -203,6 +203,7 @@ int cmd_kv(int argc, char **argv)
             argc, argv,
             "usage: xpool kv [--json | --record FILE | --replay FILE] [--config FILE]\n"
             "       xpool kv set MODEL [--floor TOKENS] [--ceiling TOKENS]\n"
+            "       xpool kv policy deadline | arrival\n"
             "       xpool kv trim MODEL | --all\n\n"
             "Shows each attention device's KV Capacity Pool and, for every model, the tokens that\n"
             "are backed by memory, used by live requests, held by the prefix cache only, its "
@@ -297,6 +298,31 @@ int cmd_kv_set(int argc, char **argv)
     else if (!cli_leftover(argc, argv, 2) && take_model(&question, argv[1]) &&
              (!floor || parse_tokens("--floor", floor, &question.floor_tokens)) &&
              (!ceiling || parse_tokens("--ceiling", ceiling, &question.ceiling_tokens)))
+        code = tell(config, &question);
+    config_destroy(config);
+    return code;
+}
+
+int cmd_kv_policy(int argc, char **argv)
+{
+    if (cli_wants_help(argc, argv,
+                       "usage: xpool kv policy deadline | arrival [--config FILE]\n\n"
+                       "Demands for KV memory are met by the earliest deadline, or in order of "
+                       "arrival, until\nthe daemon ends. It starts with scheduler.kv_policy; where "
+                       "that is \"static\", KV Caches\nhave fixed sizes and there is no order.\n"))
+        return CLI_EXIT_OK;
+    config_t *config;
+    int code = cli_load_config(&argc, argv, &config);
+    if (code)
+        return code;
+    xpw_KvAsk question = {.verb = xpw_KvVerb_KV_POLICY};
+    const char *name = argc > 1 ? argv[1] : "";
+    code = CLI_EXIT_USAGE;
+    if (strcmp(name, "arrival") == 0)
+        question.order = xpw_KvOrder_KV_ORDER_ARRIVAL;
+    if (strcmp(name, "arrival") != 0 && strcmp(name, "deadline") != 0)
+        fprintf(stderr, "xpool: kv policy: found \"%s\", allowed: deadline, arrival\n", name);
+    else if (!cli_leftover(argc, argv, 2))
         code = tell(config, &question);
     config_destroy(config);
     return code;

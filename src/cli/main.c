@@ -32,6 +32,7 @@ WEAK_COMMAND(cmd_down);
 WEAK_COMMAND(cmd_plan);
 WEAK_COMMAND(cmd_kv);
 WEAK_COMMAND(cmd_kv_set);
+WEAK_COMMAND(cmd_kv_policy);
 WEAK_COMMAND(cmd_kv_trim);
 WEAK_COMMAND(cmd_devices);
 WEAK_COMMAND(cmd_trace);
@@ -57,6 +58,7 @@ static const command_t commands[] = {
     {"plan", cmd_plan, "show what fits where, without starting anything"},
     {"devices", cmd_devices, "list processors and GPUs of this machine"},
     {"kv set", cmd_kv_set, "change a model's floor and ceiling while it runs"},
+    {"kv policy", cmd_kv_policy, "change the order in which demands for KV memory are met"},
     {"kv trim", cmd_kv_trim, "shrink KV Caches to what live requests use"},
     {"kv", cmd_kv, "show how the KV Caches share their devices' memory"},
     {"config dump", cmd_config_dump, "print every setting in force and where it came from"},

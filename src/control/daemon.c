@@ -82,8 +82,11 @@ static void send_to(daemon_participant_t *participant, const xpw_Envelope *envel
 
 void daemon_send_stop(daemon_participant_t *participant, xpw_StopPhase phase, double seconds)
 {
-    if (participant && phase != xpw_StopPhase_STOP_QUIESCE)
+    if (participant && phase != xpw_StopPhase_STOP_QUIESCE && !participant->told_to_stop) {
+        double patience = seconds + participant->daemon->config->deadlines.stop;
         participant->told_to_stop = true;
+        participant->end_by_ns = xp_monotonic_ns() + (uint64_t)(patience * (double)XP_NS_PER_S);
+    }
     xpw_Envelope envelope = {.which_body = xpw_Envelope_stop_tag};
     envelope.body.stop.phase = phase;
     envelope.body.stop.seconds = (uint32_t)(seconds + 0.5);
@@ -507,6 +510,7 @@ static void on_signal(evutil_socket_t signal_number, short events, void *context
 static void on_tick(evutil_socket_t fd, short events, void *context)
 {
     daemon_t *daemon = context;
+    daemon_descriptors_tick(daemon);
     if (!daemon->failed)
         daemon_fail_from_fabric(daemon);
     daemon_drop_silent(daemon);
@@ -636,6 +640,7 @@ int daemon_run(const config_t *config)
             daemon->instances[i].ranks[r].arena_fd = -1;
     }
     signal(SIGPIPE, SIG_IGN);
+    daemon_descriptors_raise();
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++)
         daemon->participants[i].pidfd = -1;
     daemon->base = event_base_new();

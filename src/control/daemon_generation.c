@@ -210,8 +210,10 @@ static void suspend_instances(daemon_t *daemon)
             rank->attached_at_agent = false;
             rank->lease = 0;
         }
-        if (daemon->plane && daemon_instance_present(instance) && !instance->ending)
+        if (daemon->plane && daemon_instance_present(instance) && !instance->ending) {
+            instance->replace = !instance->left;
             daemon_instance_end(instance, why);
+        }
     }
     daemon_plane_forget(daemon);
 }
@@ -295,6 +297,24 @@ void daemon_generation_fail(daemon_t *daemon, const char *who, const char *what)
         return;
     }
     end_generation(daemon, who, what);
+}
+
+void daemon_generation_unregistered(daemon_t *daemon, const xpw_AgentEnded *ended)
+{
+    bool ffn = ended->role == xpw_Role_ROLE_FFNAGENT;
+    uint32_t index;
+    char who[130], what[320];
+    if ((!ffn && ended->role != xpw_Role_ROLE_ATNAGENT) || daemon->state != DAEMON_REGISTERING ||
+        !daemon->reforming || !config_device_find(daemon->config, ffn, ended->device, &index) ||
+        (ffn ? daemon->ffn : daemon->atn)[index] ||
+        (uint32_t)(ffn ? daemon->ffn_pid : daemon->atn_pid)[index] == ended->pid)
+        return; /* its end is known, or ends nothing */
+    snprintf(who, sizeof(who), "%s %s", wire_role_name(ended->role), ended->device);
+    snprintf(what, sizeof(what),
+             "its process (pid %u) %s before it had registered; what it said itself is in the "
+             "standard error of `xpool up`",
+             ended->pid, ended->how);
+    daemon_generation_fail(daemon, who, what);
 }
 
 /* ---- the next one -----------------------------------------------------------------------------

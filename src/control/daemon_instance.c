@@ -599,6 +599,7 @@ void daemon_instance_register(daemon_participant_t *participant)
         instance->admitted_ns = xp_monotonic_ns();
         instance->absence[0] = '\0';
         instance->engine[0] = '\0';
+        instance->left = instance->replace = false;
     }
     participant->index = instance->index;
     participant->since_ns = xp_monotonic_ns();
@@ -770,6 +771,7 @@ void daemon_instance_message(daemon_participant_t *participant, const xpw_Envelo
         on_fail_report(instance, &envelope->body.fail_report);
         break;
     case xpw_Envelope_leave_tag:
+        instance->left = true;
         daemon_send_stop(participant, xpw_StopPhase_STOP_DRAIN,
                          participant->daemon->config->deadlines.drain);
         break;

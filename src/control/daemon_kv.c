@@ -453,6 +453,16 @@ static xp_status_t answer(daemon_kv_t *kv, const xpw_KvAsk *ask, xpw_KvAnswer *a
         snprintf(answer_out->text, sizeof(answer_out->text), "%u KV Capacity Group(s) trimmed",
                  trimmed);
         return XP_OK;
+    case xpw_KvVerb_KV_POLICY:
+        if (ask->order != xpw_KvOrder_KV_ORDER_DEADLINE &&
+            ask->order != xpw_KvOrder_KV_ORDER_ARRIVAL)
+            return xp_fail(XP_INVALID, "no such order of demands");
+        XP_TRY(kv_market_order(&kv->market, ask->order == xpw_KvOrder_KV_ORDER_ARRIVAL
+                                                ? KV_POLICY_ARRIVAL
+                                                : KV_POLICY_DEADLINE));
+        snprintf(answer_out->text, sizeof(answer_out->text), "demands are met in order of %s",
+                 ask->order == xpw_KvOrder_KV_ORDER_ARRIVAL ? "arrival" : "deadlines");
+        return XP_OK;
     default:
         return xp_fail(XP_INVALID, "no such question about the KV Caches");
     }

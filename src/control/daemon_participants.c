@@ -3,6 +3,7 @@
  * Registration and messages of participants, their deaths, and the leases of Transport arenas.
  * Runs on the daemon's event loop thread.
  */
+#include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -293,6 +294,7 @@ static void register_agent(daemon_t *daemon, daemon_participant_t *participant)
     }
     participant->index = index;
     slots[index] = participant;
+    (ffn ? daemon->ffn_pid : daemon->atn_pid)[index] = participant->pid;
 }
 
 static void log_registered(const daemon_participant_t *participant)
@@ -373,18 +375,12 @@ static void on_hello(daemon_participant_t *participant, const xpw_Hello *hello)
     log_registered(participant);
 }
 
-/* Of an Instance Rank that waits. Its Workload is kept; it is free to leave. */
-static void on_waiting_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
+/* Of somebody on whom nothing rests: free to leave, and its failure is its own. Everything else is
+ * `violation`. */
+static void on_loose_message(daemon_participant_t *participant, const xpw_Envelope *envelope,
+                             const char *violation)
 {
     switch (envelope->which_body) {
-    case xpw_Envelope_workload_tag:
-        if (!participant->library || participant->has_workload) {
-            daemon_participant_violates(participant, "a Workload out of order");
-            return;
-        }
-        participant->workload = envelope->body.workload;
-        participant->has_workload = true;
-        break;
     case xpw_Envelope_leave_tag:
         daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
         break;
@@ -392,8 +388,23 @@ static void on_waiting_message(daemon_participant_t *participant, const xpw_Enve
         xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
         break;
     default:
-        daemon_participant_violates(participant, "a message an Instance may not send yet");
+        daemon_participant_violates(participant, violation);
     }
+}
+
+/* Of an Instance Rank that waits. Its Workload is kept. */
+static void on_waiting_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
+{
+    if (envelope->which_body != xpw_Envelope_workload_tag) {
+        on_loose_message(participant, envelope, "a message an Instance may not send yet");
+        return;
+    }
+    if (!participant->library || participant->has_workload) {
+        daemon_participant_violates(participant, "a Workload out of order");
+        return;
+    }
+    participant->workload = envelope->body.workload;
+    participant->has_workload = true;
 }
 
 void daemon_participants_admit_waiting(daemon_t *daemon)
@@ -500,15 +511,35 @@ static void on_gateway_message(daemon_participant_t *participant, const xpw_Enve
     case xpw_Envelope_gateway_stats_tag:
         daemon->gateway_stats = envelope->body.gateway_stats;
         break;
-    case xpw_Envelope_leave_tag:
-        daemon_send_stop(participant, xpw_StopPhase_STOP_FINALIZE, 0);
-        break;
-    case xpw_Envelope_fail_report_tag:
-        xp_log_err("%s: %s", envelope->body.fail_report.who, envelope->body.fail_report.what);
-        break;
     default:
-        daemon_participant_violates(participant, "a message a gateway may not send");
+        on_loose_message(participant, envelope, "a message a gateway may not send");
     }
+}
+
+static void answer_verdict(daemon_participant_t *participant)
+{
+    daemon_t *daemon = participant->daemon;
+    daemon_verdict_t verdict;
+    daemon_verdict(daemon, &verdict);
+    xpw_Envelope answer = {.which_body = xpw_Envelope_verdict_tag};
+    xpw_Verdict *out = &answer.body.verdict;
+    out->fabric_executable = verdict.fabric_executable;
+    out->system_ready = verdict.system_ready;
+    out->serving_healthy = verdict.serving_healthy;
+    snprintf(out->state, sizeof(out->state), "%s", daemon_state_name(daemon->state));
+    snprintf(out->gateway_host, sizeof(out->gateway_host), "%s", daemon->gateway_host);
+    out->gateway_port = daemon->gateway_port;
+    out->http_port = daemon->http_port;
+    out->reasons_count = (pb_size_t)verdict.reason_count;
+    for (uint32_t i = 0; i < verdict.reason_count; i++)
+        snprintf(out->reasons[i], sizeof(out->reasons[i]), "%s", verdict.reasons[i]);
+    if (daemon->failed)
+        snprintf(out->failure, sizeof(out->failure), "%s: %s (%s)", daemon->failure.who,
+                 daemon->failure.what, daemon->failure.when);
+    _Static_assert(CONFIG_MAX_MODELS <= 64, "a bit a model");
+    for (uint32_t i = 0; i < daemon->config->model_count; i++)
+        out->replace |= (uint64_t)daemon->instances[i].replace << i;
+    wire_channel_send(participant->channel, &answer, NULL, 0);
 }
 
 static void on_client_message(daemon_participant_t *participant, const xpw_Envelope *envelope)
@@ -516,26 +547,13 @@ static void on_client_message(daemon_participant_t *participant, const xpw_Envel
     daemon_t *daemon = participant->daemon;
     participant->since_ns = xp_monotonic_ns();
     switch (envelope->which_body) {
-    case xpw_Envelope_check_tag: {
-        daemon_verdict_t verdict;
-        daemon_verdict(daemon, &verdict);
-        xpw_Envelope answer = {.which_body = xpw_Envelope_verdict_tag};
-        xpw_Verdict *out = &answer.body.verdict;
-        out->fabric_executable = verdict.fabric_executable;
-        out->system_ready = verdict.system_ready;
-        out->serving_healthy = verdict.serving_healthy;
-        snprintf(out->state, sizeof(out->state), "%s", daemon_state_name(daemon->state));
-        snprintf(out->gateway_host, sizeof(out->gateway_host), "%s", daemon->gateway_host);
-        out->gateway_port = daemon->gateway_port;
-        out->reasons_count = (pb_size_t)verdict.reason_count;
-        for (uint32_t i = 0; i < verdict.reason_count; i++)
-            snprintf(out->reasons[i], sizeof(out->reasons[i]), "%s", verdict.reasons[i]);
-        if (daemon->failed)
-            snprintf(out->failure, sizeof(out->failure), "%s: %s (%s)", daemon->failure.who,
-                     daemon->failure.what, daemon->failure.when);
-        wire_channel_send(participant->channel, &answer, NULL, 0);
+    case xpw_Envelope_check_tag:
+        answer_verdict(participant);
         break;
-    }
+    case xpw_Envelope_agent_ended_tag:
+        daemon_generation_unregistered(daemon, &envelope->body.agent_ended);
+        answer_verdict(participant);
+        break;
     case xpw_Envelope_down_tag:
         participant->wants_down = true;
         daemon_stop(daemon, "xpool down");
@@ -593,9 +611,23 @@ static void on_message(void *context, wire_channel_t *channel, const xpw_Envelop
     }
 }
 
+/* It wanted to leave, was told that it may, and is still there. */
+static void end_late(daemon_participant_t *participant)
+{
+    char who[160];
+    if (participant->was_killed)
+        return;
+    daemon_participant_describe(participant, who, sizeof(who));
+    xp_log_err("%s was told to end and did not within its time (deadlines.drain, stop): killed",
+               who);
+    daemon_participant_kill(participant);
+}
+
 void daemon_drop_silent(daemon_t *daemon)
 {
     uint64_t now = xp_monotonic_ns();
+    /* The end of all has deadlines of its own. */
+    bool singly = !daemon->failed && (daemon->state < DAEMON_QUIESCING || daemon->hand_stopped);
     for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
         daemon_participant_t *participant = &daemon->participants[i];
         if (!participant->used)
@@ -606,6 +638,8 @@ void daemon_drop_silent(daemon_t *daemon)
                                                                      : UINT64_MAX;
         if (!participant->wants_down && now - participant->since_ns > limit)
             daemon_participant_gone(participant);
+        else if (singly && participant->told_to_stop && now > participant->end_by_ns)
+            end_late(participant);
     }
     daemon_instances_drop_late(daemon);
 }
@@ -615,8 +649,11 @@ void daemon_on_accept(evutil_socket_t listener, short events, void *context)
     daemon_t *daemon = context;
     for (int i = 0; i < 16; i++) {
         int fd = accept4((int)listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (fd < 0)
+        if (fd < 0) {
+            if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
+                daemon_descriptors_none_left(daemon);
             return;
+        }
         pid_t pid;
         uid_t uid;
         if (wire_peer(fd, &pid, &uid) != XP_OK || pid <= 0 || (uid != getuid() && uid != 0)) {

@@ -48,11 +48,12 @@ typedef struct daemon_participant {
     int pidfd; /* -1 where the kernel has none: then only the socket tells */
     struct event *on_death;
     bool said_bye, was_killed;
-    bool former;       /* agent of a failed Generation: nothing it says counts */
-    bool refused;      /* nothing it says counts any more */
-    bool library;      /* an Instance Rank of another engine, through libxpool */
-    bool told_to_stop; /* was sent STOP_DRAIN or STOP_FINALIZE */
-    uint32_t rank;     /* Instance */
+    bool former;        /* agent of a failed Generation: nothing it says counts */
+    bool refused;       /* nothing it says counts any more */
+    bool library;       /* an Instance Rank of another engine, through libxpool */
+    bool told_to_stop;  /* was sent STOP_DRAIN or STOP_FINALIZE */
+    uint64_t end_by_ns; /* then; where it leaves alone it is killed after this */
+    uint32_t rank;      /* Instance */
     /* An Instance Rank whose predecessor is still leaving: nothing counts it yet. */
     bool waits;
     bool has_workload; /* it came meanwhile */
@@ -114,8 +115,10 @@ typedef struct daemon_instance {
      * Instance may come when the last of them has. */
     bool ending;
     uint64_t ending_ns;
-    uint64_t admitted_ns;                   /* the first rank's Hello, for deadlines.startup */
-    char engine[64];                        /* a library's name and release */
+    bool left;            /* its user has asked it to end */
+    bool replace;         /* it had to end with its Generation, and none has come since */
+    uint64_t admitted_ns; /* the first rank's Hello, for deadlines.startup */
+    char engine[64];      /* a library's name and release */
     uint8_t checkpoint[MODEL_DIGEST_BYTES]; /* of the configured path, at the start */
     uint64_t stamp;                         /* of the same files */
     char host[64];
@@ -151,9 +154,12 @@ struct daemon {
     int listener, lock;
     struct event *on_accept, *on_term, *on_int, *on_deadline, *on_tick;
     struct evhttp *http;
+    struct evconnlistener *http_listener; /* of `http` */
+    bool crowded;                         /* few descriptors are left */
     uint16_t http_port;
     daemon_participant_t participants[DAEMON_MAX_PARTICIPANTS];
     daemon_participant_t *atn[FABRIC_MAX_ATN], *ffn[FABRIC_MAX_FFN], *gateway;
+    pid_t atn_pid[FABRIC_MAX_ATN], ffn_pid[FABRIC_MAX_FFN]; /* of whoever registered last */
     daemon_instance_t instances[CONFIG_MAX_MODELS];
     char gateway_host[64];
     uint32_t gateway_port;
@@ -203,6 +209,8 @@ void daemon_generation_stop(daemon_t *daemon); /* accepts a daemon that was not 
 /* The Generation has failed by an agent: the next one forms where that is allowed and not hopeless,
  * else it is the canonical failure that ends everything. */
 void daemon_generation_fail(daemon_t *daemon, const char *who, const char *what);
+/* An agent of the next Generation has ended without having registered. */
+void daemon_generation_unregistered(daemon_t *daemon, const xpw_AgentEnded *ended);
 /* All agents are registered: whether the Generation has its plan and nobody of a former one lives.
  * Asked again until it is so. */
 bool daemon_generation_formed(daemon_t *daemon);
@@ -293,6 +301,13 @@ void daemon_plane_forget(daemon_t *daemon); /* what agents of a failed Generatio
 void daemon_pe_counters(const daemon_t *daemon, uint32_t pe, fabric_pe_counters_t *counters_out);
 void daemon_instance_counters(const daemon_t *daemon, uint32_t instance, uint64_t *invocations_out,
                               uint64_t *rows_out);
+
+/* daemon_descriptors.c */
+void daemon_descriptors_raise(void); /* the process's limit, as far as the system allows */
+/* Visitors of the status pages leave a quarter of the descriptors to participants. */
+void daemon_descriptors_guard(daemon_t *daemon, struct evhttp_bound_socket *bound);
+void daemon_descriptors_none_left(daemon_t *daemon); /* the control socket rests until a tick */
+void daemon_descriptors_tick(daemon_t *daemon);
 
 /* daemon_status.c */
 xp_status_t daemon_status_start(daemon_t *daemon);

@@ -691,6 +691,7 @@ xp_status_t daemon_status_start(daemon_t *daemon)
                              "daemon.http: cannot listen on %s; is another daemon running, or the "
                              "port taken? choose another daemon.http",
                              address);
+    daemon_descriptors_guard(daemon, bound);
     struct sockaddr_storage name;
     socklen_t size = sizeof(name);
     if (getsockname(evhttp_bound_socket_get_fd(bound), (struct sockaddr *)&name, &size) == 0)

@@ -156,7 +156,13 @@ xp_status_t gpus_mps_folders(const config_t *config, char name_out[64], char pip
 /* ---- memory -----------------------------------------------------------------------------------
  */
 
-xp_status_t gpus_memory_parse(const char *json, uint32_t index, uint64_t *bytes_out)
+static const char *text_of(const json_t *object, const char *key)
+{
+    const char *text = json_string_value(json_object_get(object, key));
+    return text ? text : "unknown";
+}
+
+xp_status_t gpus_memory_parse(const char *json, uint32_t index, bool ffn_role, uint64_t *bytes_out)
 {
     json_error_t error;
     json_t *root = json_loads(json, 0, &error);
@@ -178,6 +184,13 @@ xp_status_t gpus_memory_parse(const char *json, uint32_t index, uint64_t *bytes_
         json_t *bytes = json_object_get(item, "memory_bytes");
         if (device && strcmp(device, name) == 0 && json_is_integer(bytes) &&
             json_integer_value(bytes) > 0) {
+            if (ffn_role && json_is_false(json_object_get(item, "ffn"))) {
+                status = xp_fail(XP_UNSUPPORTED,
+                                 "%s is in ffn.devices, and %.100s of compute capability %.10s "
+                                 "cannot run the FFN kernels, which need 9.0 (H100, H200)",
+                                 name, text_of(item, "name"), text_of(item, "compute_capability"));
+                continue;
+            }
             *bytes_out = (uint64_t)json_integer_value(bytes);
             status = XP_OK;
         }
@@ -259,7 +272,7 @@ static uint64_t handed_on(uint32_t index)
     return 0;
 }
 
-xp_status_t gpus_memory(const config_device_t *device, uint64_t *bytes_out)
+xp_status_t gpus_memory(const config_t *config, const config_device_t *device, uint64_t *bytes_out)
 {
     uint64_t bytes = device->memory_bytes ? device->memory_bytes : handed_on(device->index);
     xp_status_t status = XP_OK;
@@ -270,8 +283,11 @@ xp_status_t gpus_memory(const config_device_t *device, uint64_t *bytes_out)
         char *text = malloc(ASK_TEXT_BYTES);
         status = text ? ask(text) : xp_fail(XP_NO_MEMORY, "no memory to ask for GPUs");
         if (status == XP_OK)
-            status = gpus_memory_parse(text, device->index, &bytes);
+            status = gpus_memory_parse(
+                text, device->index, config_device_find(config, true, device->name, NULL), &bytes);
         free(text);
+        if (status == XP_UNSUPPORTED)
+            return status; /* it is there, and not for that */
     }
     if (status != XP_OK) {
         char why[XP_ERROR_TEXT_MAX];
@@ -295,7 +311,7 @@ xp_status_t gpus_memory_hand_on(const config_t *config)
         char item[64];
         if (list[i]->memory_bytes)
             continue;
-        XP_TRY(gpus_memory(list[i], &bytes));
+        XP_TRY(gpus_memory(config, list[i], &bytes));
         int length =
             snprintf(item, sizeof(item), "%u=%llu", list[i]->index, (unsigned long long)bytes);
         XP_TRY(append(text, item, (size_t)length));

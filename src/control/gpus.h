@@ -45,13 +45,14 @@ xp_status_t gpus_mps_folders(const config_t *config, char name_out[64], char pip
 
 /* Memory of the device: devices."cuda:N".memory, else what the environment hands on, else what
  * `xpool devices --json` says, as a child process of this program. XP_UNSUPPORTED: no such GPU
- * here, with the reason and what to set instead. */
-xp_status_t gpus_memory(const config_device_t *device, uint64_t *bytes_out);
+ * here, with the reason and what to set instead, or, where it was asked, one that cannot have the
+ * role of an FFN device that it is given. */
+xp_status_t gpus_memory(const config_t *config, const config_device_t *device, uint64_t *bytes_out);
 /* Writes what is known of all devices into the environment, for children. */
 xp_status_t gpus_memory_hand_on(const config_t *config);
 /* Parses the output of `xpool devices --json`; XP_NOT_FOUND, with the reason, when it
- * has no cuda:index. */
-xp_status_t gpus_memory_parse(const char *json, uint32_t index, uint64_t *bytes_out);
+ * has no cuda:index, XP_UNSUPPORTED when that is no FFN device and is to be one. */
+xp_status_t gpus_memory_parse(const char *json, uint32_t index, bool ffn_role, uint64_t *bytes_out);
 /* This program can be asked: it is `xpool` itself (called by the command line program, not by the
  * library inside somebody else's process). `limit_ns`: how long it may take; 0: 30 s. */
 void gpus_ask_own_program(uint64_t limit_ns);

@@ -320,17 +320,6 @@ xp_status_t participant_send(participant_t *self, const xpw_Envelope *envelope, 
     return wire_channel_send(self->channel, envelope, fds, fd_count);
 }
 
-uint64_t participant_refuse_kept(participant_t *self, uint64_t refused, uint64_t told)
-{
-    for (uint64_t left = refused & ~told; left; left &= left - 1) {
-        xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_weights_tag};
-        envelope.body.kept_weights.weights = (uint32_t)__builtin_ctzll(left);
-        envelope.body.kept_weights.refused = true;
-        participant_send(self, &envelope, NULL, 0);
-    }
-    return told | refused;
-}
-
 void participant_fail(participant_t *self, const char *what)
 {
     if (self->ending || self->own_failure[0])

@@ -64,9 +64,6 @@ int participant_start_error(void);
 
 xp_status_t participant_send(participant_t *participant, const xpw_Envelope *envelope,
                              const int *fds, uint32_t fd_count);
-/* Kept shards (bits by weight set) that were not adopted: the daemon is to let go of them too.
- * Tells of those in `refused` that are not in `told`; returns all that were told of. */
-uint64_t participant_refuse_kept(participant_t *participant, uint64_t refused, uint64_t told);
 /* Reports what ended the Generation for this process; the daemon's Failure answer ends it. */
 void participant_fail(participant_t *participant, const char *what);
 /* Says goodbye and leaves the event loop; participant_exit_code() is 0 then. */

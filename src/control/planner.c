@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Placement and memory admission. Pure computation over the configuration and checkpoint headers;
- * runs on the caller's thread.
+ * The plan and memory admission; placement is placement.c's. Pure computation over the
+ * configuration and checkpoint headers; runs on the caller's thread.
  */
 #include "control/planner.h"
 
@@ -22,110 +22,7 @@
 /* Longer than one layer's FFN of a small model, so that the waiters of a token in flight stay
  * awake; waking an idle core costs tens of microseconds on a virtual machine. */
 #define PLANNER_SPIN_NS       1000000u
-#define PLANNER_LEAST_CONTEXT 16u  /* a configured context below this is a mistake */
-#define PLANNER_CLOCK_STRIDE  4096 /* search nodes between looks at the clock */
-
-/* ---- placement --------------------------------------------------------------------------------
- */
-
-typedef struct place_search {
-    const uint64_t *bytes;
-    const uint32_t *tp;
-    uint32_t items;
-    const uint64_t *capacity;
-    uint32_t devices;
-    uint64_t deadline_ns, nodes;
-    bool timed_out, found;
-    uint64_t load[FABRIC_MAX_FFN];
-    uint64_t best; /* largest load of the best complete assignment so far */
-    uint64_t remaining_total[CONFIG_MAX_MODELS + 1]; /* bytes * tp of items i.. */
-    uint32_t masks[CONFIG_MAX_MODELS], best_masks[CONFIG_MAX_MODELS];
-} place_search_t;
-
-static void place_item(place_search_t *search, uint32_t item, uint64_t largest, uint64_t total)
-{
-    if (search->timed_out)
-        return;
-    if (++search->nodes % PLANNER_CLOCK_STRIDE == 0 && xp_monotonic_ns() > search->deadline_ns) {
-        search->timed_out = true;
-        return;
-    }
-    /* No completion can beat the average load, nor the largest load so far. */
-    uint64_t average =
-        (total + search->remaining_total[item] + search->devices - 1) / search->devices;
-    uint64_t bound = largest > average ? largest : average;
-    if (search->found && bound >= search->best)
-        return;
-    if (item == search->items) {
-        search->found = true;
-        search->best = largest;
-        memcpy(search->best_masks, search->masks, sizeof(search->masks));
-        return;
-    }
-    uint64_t bytes = search->bytes[item];
-    for (uint32_t mask = 1; mask < (1u << search->devices); mask++) {
-        if ((uint32_t)__builtin_popcount(mask) != search->tp[item])
-            continue;
-        bool fits = true;
-        uint64_t now_largest = largest;
-        for (uint32_t d = 0; d < search->devices; d++)
-            if (mask & (1u << d)) {
-                fits = fits && search->load[d] + bytes <= search->capacity[d];
-                if (search->load[d] + bytes > now_largest)
-                    now_largest = search->load[d] + bytes;
-            }
-        if (!fits)
-            continue;
-        /* Devices that are alike and still alike loaded lead to the same result: the lowest ones
-         * come first in the enumeration, later twins cannot improve. */
-        bool twin = false;
-        for (uint32_t d = 1; d < search->devices && !twin; d++)
-            if ((mask & (1u << d)) && !(mask & (1u << (d - 1))))
-                twin = search->load[d] == search->load[d - 1] &&
-                       search->capacity[d] == search->capacity[d - 1];
-        if (twin)
-            continue;
-        for (uint32_t d = 0; d < search->devices; d++)
-            if (mask & (1u << d))
-                search->load[d] += bytes;
-        search->masks[item] = mask;
-        place_item(search, item + 1, now_largest, total + bytes * search->tp[item]);
-        for (uint32_t d = 0; d < search->devices; d++)
-            if (mask & (1u << d))
-                search->load[d] -= bytes;
-    }
-}
-
-xp_status_t planner_place(const uint64_t *bytes, const uint32_t *tp, uint32_t items,
-                          const uint64_t *capacity, uint32_t devices, uint64_t deadline_ns,
-                          uint32_t *masks_out)
-{
-    XP_ASSERT(items <= CONFIG_MAX_MODELS && devices >= 1 && devices <= FABRIC_MAX_FFN);
-    place_search_t *search = calloc(1, sizeof(*search));
-    if (!search)
-        return xp_fail(XP_NO_MEMORY, "no memory for the placement search");
-    search->bytes = bytes;
-    search->tp = tp;
-    search->items = items;
-    search->capacity = capacity;
-    search->devices = devices;
-    search->deadline_ns = deadline_ns;
-    for (uint32_t i = items; i-- > 0;)
-        search->remaining_total[i] = search->remaining_total[i + 1] + bytes[i] * tp[i];
-    place_item(search, 0, 0, 0);
-    xp_status_t status = XP_OK;
-    if (search->timed_out)
-        status = xp_fail(XP_TIMEOUT,
-                         "the exact placement of %u weight sets on %u FFN devices was not finished "
-                         "in time; raise ffn.placement.timeout_seconds or configure fewer models",
-                         items, devices);
-    else if (!search->found)
-        status = xp_fail(XP_NO_MEMORY, "no placement fits");
-    else
-        memcpy(masks_out, search->best_masks, items * sizeof(*masks_out));
-    free(search);
-    return status;
-}
+#define PLANNER_LEAST_CONTEXT 16u /* a configured context below this is a mistake */
 
 /* ---- ledger -----------------------------------------------------------------------------------
  */

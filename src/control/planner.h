@@ -4,9 +4,10 @@
  * of bytes. Host-only, starts nothing, reads no weight; `xpool plan` and the daemon share it.
  *
  * Placement is exact: first every weight set uses as few device groups as possible (one), then the
- * largest sum of admitted bytes on any FFN device is as small as possible, then the assignment is
- * the lexicographically lowest in configuration order. A search that passes
- * ffn.placement.timeout_seconds is an error, never a worse answer.
+ * largest sum of admitted bytes on any FFN device is as small as possible. Among those that are
+ * equal in that, the first device holds the foremost weight sets that it can, then the second, and
+ * so on; foremost is the larger one, the earlier one of the configuration among equals. A search
+ * that passes ffn.placement.timeout_seconds is an error, never a worse answer.
  */
 #ifndef XPOOL_CONTROL_PLANNER_H
 #define XPOOL_CONTROL_PLANNER_H
@@ -72,8 +73,8 @@ const char *planner_human(uint64_t bytes, char out[32]);
 /* Most rows of one FFN call of one rank. */
 uint32_t planner_max_rows(const config_model_t *model);
 
-/* The assignment alone (exposed for tests): items of `bytes[i]` on each of exactly `tp[i]` devices,
- * groups of consecutive choice in index order; writes masks. XP_NO_MEMORY: no assignment fits.
+/* placement.c: the assignment alone: items of `bytes[i]` on each of exactly `tp[i]` devices; writes
+ * masks. XP_NO_MEMORY: no assignment fits.
  * XP_TIMEOUT: the search passed deadline_ns. */
 xp_status_t planner_place(const uint64_t *bytes, const uint32_t *tp, uint32_t items,
                           const uint64_t *capacity, uint32_t devices, uint64_t deadline_ns,

@@ -99,7 +99,7 @@ static xp_status_t device_memory(const config_t *config, const config_device_t *
 {
     uint64_t bytes = device->memory_bytes;
     if (device->kind == CONFIG_DEVICE_CUDA)
-        XP_TRY(gpus_memory(device, &bytes));
+        XP_TRY(gpus_memory(config, device, &bytes));
     *bytes_out = gpus_shared(config, device) ? bytes / SHARED_PARTS : bytes;
     return XP_OK;
 }

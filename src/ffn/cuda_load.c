@@ -10,13 +10,12 @@
  */
 #include "ffn/cuda_load.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "ffn/dummy.h"
+#include "ffn/load_share.h"
 #include "kernels/kernels.h"
 
 #define LOAD_PIECE_BYTES  ((uint64_t)8 << 20)
@@ -29,16 +28,11 @@
 
 typedef struct load_job {
     const cuda_loader_t *loader;
-    const ffn_install_t *install;
+    load_share_t share;
     const checkpoint_t *checkpoint;
     const cuda_layout_t *layout;
     const cuda_shard_t *shard;
     uint64_t piece_bytes;
-    _Atomic size_t next; /* next item nobody has taken */
-    _Atomic uint64_t done_bytes;
-    _Atomic bool failed;
-    pthread_mutex_t error_lock;
-    xp_error_t error; /* the first one; statuses are recorded by thread */
 } load_job_t;
 
 typedef struct load_reader {
@@ -50,24 +44,6 @@ typedef struct load_reader {
     uint32_t turn;
     uint8_t *buffer; /* of file rows that are converted or padded */
 } load_reader_t;
-
-static void load_record_error(load_job_t *job, xp_status_t status)
-{
-    pthread_mutex_lock(&job->error_lock);
-    if (!atomic_load(&job->failed)) {
-        job->error = *xp_error_last();
-        job->error.status = status;
-        atomic_store(&job->failed, true);
-    }
-    pthread_mutex_unlock(&job->error_lock);
-}
-
-static void load_report(load_job_t *job, uint64_t bytes)
-{
-    uint64_t done = atomic_fetch_add(&job->done_bytes, bytes) + bytes;
-    if (job->install->progress)
-        job->install->progress(job->install->progress_context, done, job->layout->bytes);
-}
 
 static xp_status_t load_wait(const cuda_device_t *device, cuda_stream_t stream)
 {
@@ -82,7 +58,7 @@ static xp_status_t load_compose(load_reader_t *reader, const layout_item_t *item
 {
     const load_job_t *job = reader->job;
     const xp_dtype_t found = item->tensor->dtype, wanted = cuda_dtype_plain(placed->dtype);
-    const uint32_t rank = job->install->tp_rank;
+    const uint32_t rank = job->share.install->tp_rank;
     const uint64_t first_row = item->axis == LAYOUT_ROWS ? (uint64_t)rank * item->rows : 0;
     const uint64_t first_column = item->axis == LAYOUT_COLUMNS ? (uint64_t)rank * item->columns : 0;
     const size_t pitch = xp_dtype_row_bytes(wanted, placed->columns);
@@ -113,7 +89,7 @@ static xp_status_t load_item(load_reader_t *reader, size_t index)
     const cuda_item_t *placed = &job->layout->items[index];
     const cuda_device_t *device = job->loader->device;
     const uint64_t pitch = placed->bytes / placed->rows, step = job->piece_bytes / pitch;
-    for (uint64_t row = 0; row < placed->rows && !atomic_load(&job->failed); row += step) {
+    for (uint64_t row = 0; row < placed->rows && !atomic_load(&job->share.failed); row += step) {
         const uint64_t rows = placed->rows - row < step ? placed->rows - row : step;
         uint8_t *piece = reader->piece[reader->turn];
         cuda_stream_t stream = reader->stream[reader->turn];
@@ -126,7 +102,7 @@ static xp_status_t load_item(load_reader_t *reader, size_t index)
         XP_TRY(CUDA_CALL(device->driver, cuMemcpyHtoDAsync,
                          job->shard->base[placed->block] + placed->offset + row * pitch, piece,
                          rows * pitch, stream));
-        load_report(job, rows * pitch);
+        load_share_report(&job->share, rows * pitch);
     }
     return XP_OK;
 }
@@ -136,8 +112,8 @@ static void *load_read(void *context)
     load_reader_t *reader = context;
     load_job_t *job = reader->job;
     xp_status_t status = cuda_device_use(job->loader->device);
-    while (status == XP_OK && !atomic_load(&job->failed)) {
-        size_t index = atomic_fetch_add(&job->next, 1);
+    while (status == XP_OK && !atomic_load(&job->share.failed)) {
+        size_t index = atomic_fetch_add(&job->share.next, 1);
         if (index >= job->layout->layout.count)
             break;
         status = load_item(reader, index);
@@ -145,7 +121,7 @@ static void *load_read(void *context)
     for (uint32_t i = 0; i < LOAD_PIECES && status == XP_OK; i++)
         status = load_wait(job->loader->device, reader->stream[i]);
     if (status != XP_OK)
-        load_record_error(job, status);
+        load_share_fail(&job->share, status);
     return NULL;
 }
 
@@ -191,7 +167,7 @@ static xp_status_t load_read_all(load_job_t *job)
     const cuda_device_t *device = job->loader->device;
     load_reader_t reader[LOAD_MAX_READERS];
     memset(reader, 0, sizeof(reader));
-    uint32_t readers = job->install->readers < 1 ? 1 : job->install->readers, made = 0;
+    uint32_t readers = job->share.install->readers < 1 ? 1 : job->share.install->readers, made = 0;
     xp_status_t status = XP_OK;
     if (readers > LOAD_MAX_READERS)
         readers = LOAD_MAX_READERS;
@@ -206,9 +182,7 @@ static xp_status_t load_read_all(load_job_t *job)
         for (uint32_t i = 1; i < made; i++)
             if (reader[i].started)
                 pthread_join(reader[i].thread, NULL);
-        if (atomic_load(&job->failed))
-            status = xp_fail_at(job->error.status, job->error.file, job->error.line, "%s",
-                                job->error.text);
+        status = load_share_status(&job->share);
     }
     for (uint32_t i = 0; i < made; i++)
         reader_fini(device, &reader[i]);
@@ -219,7 +193,7 @@ static xp_status_t load_fill(const cuda_loader_t *loader, const load_job_t *job,
 {
     const layout_item_t *item = &job->layout->layout.items[index];
     const cuda_item_t *placed = &job->layout->items[index];
-    const uint32_t rank = job->install->tp_rank;
+    const uint32_t rank = job->share.install->tp_rank;
     cuda_address_t to = job->shard->base[placed->block] + placed->offset;
     uint32_t dtype = placed->dtype, padded_rows = placed->rows, pitch = placed->columns;
     uint32_t rows = item->rows, columns = item->columns;
@@ -244,7 +218,7 @@ static xp_status_t load_fill_all(load_job_t *job)
         bytes += job->layout->items[i].bytes;
         if (i % LOAD_FILL_BATCH == LOAD_FILL_BATCH - 1 || i + 1 == count) {
             XP_TRY(load_wait(job->loader->device, job->loader->stream));
-            load_report(job, bytes);
+            load_share_report(&job->share, bytes);
             bytes = 0;
         }
     }
@@ -281,11 +255,10 @@ xp_status_t cuda_shard_load(const cuda_loader_t *loader, const ffn_install_t *in
 {
     cuda_shard_t shard = {.identity = cuda_layout_identity(layout, install)};
     load_job_t job = {.loader = loader,
-                      .install = install,
+                      .share = LOAD_SHARE(install, layout->bytes),
                       .checkpoint = checkpoint,
                       .layout = layout,
-                      .shard = &shard,
-                      .error_lock = PTHREAD_MUTEX_INITIALIZER};
+                      .shard = &shard};
     xp_status_t status;
     for (uint32_t b = 0; b < layout->blocks; b++) {
         XP_TRY_GOTO(status, failed,

@@ -99,7 +99,7 @@ struct ffn_cuda_runtime {
     uint32_t *layer_template, *layer_part; /* by layer of the table: template; first part */
     ffn_cuda_part_t *part;                 /* all parts, as uploaded */
     int64_t clock_offset_ns;               /* CLOCK_MONOTONIC minus the device's clock */
-    bool started, no_scheduler;
+    bool started;
     /* the host thread */
     pthread_t thread;
     bool running;

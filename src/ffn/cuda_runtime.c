@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "ffn/cuda_private.h"
+#include "ffn/load_share.h"
 
 CUDA_IMAGE_DECLARE(ffn_dispatch);
 
@@ -279,15 +280,9 @@ static xp_status_t install_check(const ffn_cuda_runtime_t *runtime, const ffn_in
     if (runtime->started)
         return xp_fail(XP_INVALID, "model %s: the runtime of cuda:%d has started",
                        install->model_id, runtime->device->ordinal);
-    if (install->model >= FFN_CUDA_MAX_MODELS)
-        return xp_fail(XP_INVALID, "model index %u; at most %u models", install->model,
-                       FFN_CUDA_MAX_MODELS);
-    if (runtime->model[install->model].installed)
-        return xp_fail(XP_INVALID, "model index %u already holds %s", install->model,
-                       runtime->model[install->model].id);
-    if (install->tp_size < 1 || install->tp_rank >= install->tp_size)
-        return xp_fail(XP_INVALID, "shard %u of %u", install->tp_rank, install->tp_size);
-    return XP_OK;
+    bool held = install->model < FFN_CUDA_MAX_MODELS && runtime->model[install->model].installed;
+    return load_check_install(install, FFN_CUDA_MAX_MODELS,
+                              held ? runtime->model[install->model].id : NULL);
 }
 
 static xp_status_t install_shard(ffn_cuda_runtime_t *runtime, const ffn_install_t *install,
@@ -311,7 +306,7 @@ static xp_status_t install_shard(ffn_cuda_runtime_t *runtime, const ffn_install_
         if (status != XP_INVALID && status != XP_PEER)
             return status;
         if (install->refused)
-            install->refused(install->progress_context);
+            install->refused(install->refused_context);
     }
     report->read = checkpoint ? layout->bytes : 0;
     return cuda_shard_load(&loader, install, checkpoint, layout, shard_out);
@@ -682,11 +677,6 @@ const ffn_cuda_dispatch_t *ffn_cuda_runtime_tables(const ffn_cuda_runtime_t *run
     return &runtime->dispatch;
 }
 
-void ffn_cuda_runtime_no_scheduler(ffn_cuda_runtime_t *runtime)
-{
-    runtime->no_scheduler = true;
-}
-
 /* ---- failure and figures ---------------------------------------------------------------------
  */
 void ffn_cuda_runtime_fail(ffn_cuda_runtime_t *runtime, xp_status_t status, const char *text)
@@ -812,20 +802,6 @@ uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t
         records_out[count++] = record;
     }
     return count;
-}
-
-xp_status_t ffn_cuda_runtime_describe(const ffn_cuda_runtime_t *runtime, uint32_t model,
-                                      uint32_t layer, uint32_t rows, uint32_t *template_out,
-                                      uint32_t *capacity_out)
-{
-    if (model >= FFN_CUDA_MAX_MODELS || !runtime->model[model].installed ||
-        layer >= runtime->model[model].layers)
-        return xp_fail(XP_INVALID, "no layer %u of model %u is installed", layer, model);
-    const uint32_t index = runtime->model[model].template[layer];
-    const cuda_template_t *template = &runtime->template[index];
-    *template_out = index;
-    *capacity_out = template->capacity[cuda_template_capacity(template, rows)];
-    return XP_OK;
 }
 
 uint64_t ffn_cuda_runtime_model_bytes(const ffn_cuda_runtime_t *runtime, uint32_t model)

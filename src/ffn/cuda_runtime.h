@@ -124,10 +124,6 @@ cuda_address_t ffn_cuda_runtime_dispatch(const ffn_cuda_runtime_t *runtime);
 /* Host copies of the same, for tests and host-side schedulers. */
 const ffn_cuda_dispatch_t *ffn_cuda_runtime_tables(const ffn_cuda_runtime_t *runtime);
 
-/* There is no scheduler that looks at the lease (tests, host-driven use): the runtime does not wait
- * for its answer. Before start. */
-void ffn_cuda_runtime_no_scheduler(ffn_cuda_runtime_t *runtime);
-
 /* Ends the lease and the host thread; what was fired is waited for, at most until deadline_ns of
  * the monotonic clock (XP_TIMEOUT; the memory is then not given back by destroy, since kernels may
  * use it: the process should end). Idempotent. */
@@ -162,9 +158,5 @@ xp_status_t ffn_cuda_runtime_usage(ffn_cuda_runtime_t *runtime, uint32_t model,
 uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t *records_out,
                                   uint32_t limit, uint64_t *skipped_out);
 
-/* What an execution of `rows` rows uses, as ffn_runtime_describe(). */
-xp_status_t ffn_cuda_runtime_describe(const ffn_cuda_runtime_t *runtime, uint32_t model,
-                                      uint32_t layer, uint32_t rows, uint32_t *template_out,
-                                      uint32_t *capacity_out);
 uint64_t ffn_cuda_runtime_model_bytes(const ffn_cuda_runtime_t *runtime, uint32_t model);
 #endif

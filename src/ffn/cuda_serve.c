@@ -76,8 +76,7 @@ static xp_status_t serve_lease_offer(ffn_cuda_runtime_t *runtime)
 /* acquire: what the scheduler asked for before it saw the offer is in the ring then. */
 static bool serve_lease_is_seen(const ffn_cuda_runtime_t *runtime)
 {
-    return runtime->no_scheduler ||
-           PROTOCOL_LOAD_ACQUIRE(&runtime->ring->lease_seen) == runtime->lease;
+    return PROTOCOL_LOAD_ACQUIRE(&runtime->ring->lease_seen) == runtime->lease;
 }
 
 static xp_status_t serve_lease_take(ffn_cuda_runtime_t *runtime)

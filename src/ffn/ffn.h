@@ -63,9 +63,10 @@ typedef struct ffn_install {
     void *progress_context;
     const ffn_weights_t *kept; /* CPU devices: a shard that may be adopted without reading; when it
                                 * is another one, refused() is called and it is loaded. Or NULL */
-    void (*refused)(void *context); /* kept weights are not adopted; called with progress_context
-                                     * before loading; may be NULL */
-    ffn_load_report_t *report;      /* CPU devices; may be NULL */
+    void (*refused)(void *context); /* kept weights are not adopted; called before loading; may be
+                                     * NULL */
+    void *refused_context;
+    ffn_load_report_t *report; /* CPU devices; may be NULL */
 } ffn_install_t;
 
 /* Loads this shard's tensors of every layer (or adopts them) into a memfd named

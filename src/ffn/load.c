@@ -9,61 +9,36 @@
  */
 #include "ffn/load.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "ffn/dummy.h"
+#include "ffn/load_share.h"
 #include "kernels/kernels.h"
 
 #define LOAD_BUFFER_BYTES (1u << 20)
 #define LOAD_MAX_READERS  64
 
 typedef struct load_job {
-    const ffn_install_t *install;
+    load_share_t share;
     const checkpoint_t *checkpoint;
     const layout_t *layout;
     uint8_t *memory;
     bool *packed;
-    uint64_t total_bytes;
-    _Atomic size_t next; /* next item nobody has taken */
-    _Atomic uint64_t done_bytes;
-    _Atomic bool failed;
-    pthread_mutex_t error_lock;
-    xp_error_t error; /* the first one; statuses are recorded by thread */
 } load_job_t;
-
-static void load_record_error(load_job_t *job, xp_status_t status)
-{
-    pthread_mutex_lock(&job->error_lock);
-    if (!atomic_load(&job->failed)) {
-        job->error = *xp_error_last();
-        job->error.status = status;
-        atomic_store(&job->failed, true);
-    }
-    pthread_mutex_unlock(&job->error_lock);
-}
-
-static void load_report(load_job_t *job, uint64_t bytes)
-{
-    uint64_t done = atomic_fetch_add(&job->done_bytes, bytes) + bytes;
-    if (job->install->progress)
-        job->install->progress(job->install->progress_context, done, job->total_bytes);
-}
 
 static xp_status_t load_read_item(load_job_t *job, const layout_item_t *item, uint8_t *out,
                                   uint8_t *buffer)
 {
     xp_dtype_t found = item->tensor->dtype;
-    uint32_t rank = job->install->tp_rank;
+    uint32_t rank = job->share.install->tp_rank;
     uint64_t first_row = item->axis == LAYOUT_ROWS ? (uint64_t)rank * item->rows : 0;
     uint64_t first_column = item->axis == LAYOUT_COLUMNS ? (uint64_t)rank * item->columns : 0;
     size_t found_bytes = xp_dtype_row_bytes(found, item->columns);
     size_t row_bytes = xp_dtype_row_bytes(item->dtype, item->columns);
     uint64_t step = LOAD_BUFFER_BYTES / found_bytes;
     step = step ? step : 1;
-    for (uint64_t row = 0; row < item->rows && !atomic_load(&job->failed); row += step) {
+    for (uint64_t row = 0; row < item->rows && !atomic_load(&job->share.failed); row += step) {
         uint64_t rows = item->rows - row < step ? item->rows - row : step;
         uint8_t *at = out + row * row_bytes;
         uint8_t *target = found == item->dtype ? at : buffer;
@@ -71,7 +46,7 @@ static xp_status_t load_read_item(load_job_t *job, const layout_item_t *item, ui
                                     first_column, item->columns, target));
         if (target == buffer)
             kernels_convert(found, buffer, item->dtype, at, rows * item->columns);
-        load_report(job, rows * row_bytes);
+        load_share_report(&job->share, rows * row_bytes);
     }
     return XP_OK;
 }
@@ -79,20 +54,20 @@ static xp_status_t load_read_item(load_job_t *job, const layout_item_t *item, ui
 static void load_make_up(load_job_t *job, const layout_item_t *item, uint8_t *out,
                          float *row_buffer)
 {
-    uint32_t rank = job->install->tp_rank;
+    uint32_t rank = job->share.install->tp_rank;
     uint64_t first_row = item->axis == LAYOUT_ROWS ? (uint64_t)rank * item->rows : 0;
     uint64_t first_column = item->axis == LAYOUT_COLUMNS ? (uint64_t)rank * item->columns : 0;
     size_t row_bytes = xp_dtype_row_bytes(item->dtype, item->columns);
     float scale = ffn_dummy_scale(item->whole_columns);
     uint64_t seed = ffn_dummy_seed(item->name);
-    for (uint64_t row = 0; row < item->rows && !atomic_load(&job->failed); row++) {
+    for (uint64_t row = 0; row < item->rows && !atomic_load(&job->share.failed); row++) {
         uint64_t first = (first_row + row) * item->whole_columns + first_column;
         for (uint32_t k = 0; k < item->columns; k++)
             row_buffer[k] = ffn_dummy_value(seed, first + k, scale);
         kernels_convert(XP_DTYPE_F32, row_buffer, item->dtype, out + row * row_bytes,
                         item->columns);
     }
-    load_report(job, item->rows * row_bytes);
+    load_share_report(&job->share, item->rows * row_bytes);
 }
 
 static xp_status_t load_item(load_job_t *job, size_t index, uint8_t *buffer)
@@ -131,14 +106,14 @@ static void *load_reader(void *context)
     uint8_t *buffer = malloc(bytes);
     xp_status_t status =
         buffer ? XP_OK : xp_fail(XP_NO_MEMORY, "no memory for a read buffer of %zu bytes", bytes);
-    while (status == XP_OK && !atomic_load(&job->failed)) {
-        size_t index = atomic_fetch_add(&job->next, 1);
+    while (status == XP_OK && !atomic_load(&job->share.failed)) {
+        size_t index = atomic_fetch_add(&job->share.next, 1);
         if (index >= job->layout->count)
             break;
         status = load_item(job, index, buffer);
     }
     if (status != XP_OK)
-        load_record_error(job, status);
+        load_share_fail(&job->share, status);
     free(buffer);
     return NULL;
 }
@@ -146,16 +121,16 @@ static void *load_reader(void *context)
 xp_status_t load_shard(const ffn_install_t *install, const checkpoint_t *checkpoint,
                        const layout_t *layout, uint8_t *memory, bool *packed_out)
 {
-    load_job_t job = {.install = install,
+    load_job_t job = {.share = LOAD_SHARE(install, 0),
                       .checkpoint = checkpoint,
                       .layout = layout,
                       .memory = memory,
-                      .packed = packed_out,
-                      .error_lock = PTHREAD_MUTEX_INITIALIZER};
+                      .packed = packed_out};
     for (size_t i = 0; i < layout->count; i++)
         if (layout->items[i].role != LAYOUT_BIAS || !layout->items[i].tensor)
-            job.total_bytes += layout->items[i].rows *
-                               xp_dtype_row_bytes(layout->items[i].dtype, layout->items[i].columns);
+            job.share.total_bytes +=
+                layout->items[i].rows *
+                xp_dtype_row_bytes(layout->items[i].dtype, layout->items[i].columns);
     uint32_t readers = install->readers < 1 ? 1 : install->readers;
     if (readers > LOAD_MAX_READERS)
         readers = LOAD_MAX_READERS;
@@ -167,7 +142,5 @@ xp_status_t load_shard(const ffn_install_t *install, const checkpoint_t *checkpo
     load_reader(&job);
     for (uint32_t i = 0; i < started; i++)
         pthread_join(threads[i], NULL);
-    if (atomic_load(&job.failed))
-        return xp_fail_at(job.error.status, job.error.file, job.error.line, "%s", job.error.text);
-    return XP_OK;
+    return load_share_status(&job.share);
 }

@@ -18,6 +18,7 @@
 #include "ffn/keep.h"
 #include "ffn/layout.h"
 #include "ffn/load.h"
+#include "ffn/load_share.h"
 #include "ffn/private.h"
 
 #define USAGE_TRIES 20 /* a millisecond each: the event loop of the FfnAgent asks */
@@ -394,7 +395,7 @@ static xp_status_t install_weights(const ffn_install_t *install, const checkpoin
     if (install->kept) {
         report.adopted = install_adopt(install, layout, identity, model, packed) == XP_OK;
         if (!report.adopted && install->refused)
-            install->refused(install->progress_context);
+            install->refused(install->refused_context);
     }
     if (!report.adopted)
         XP_TRY(install_load(install, checkpoint, layout, identity, model, packed));
@@ -407,15 +408,9 @@ static xp_status_t install_weights(const ffn_install_t *install, const checkpoin
 
 static xp_status_t install_check(const ffn_runtime_t *runtime, const ffn_install_t *install)
 {
-    if (install->model >= FFN_MAX_MODELS)
-        return xp_fail(XP_INVALID, "model index %u; at most %d models", install->model,
-                       FFN_MAX_MODELS);
-    if (runtime->model[install->model].installed)
-        return xp_fail(XP_INVALID, "model index %u already holds %s", install->model,
-                       runtime->model[install->model].id);
-    if (install->tp_size < 1 || install->tp_rank >= install->tp_size)
-        return xp_fail(XP_INVALID, "shard %u of %u", install->tp_rank, install->tp_size);
-    return XP_OK;
+    bool held = install->model < FFN_MAX_MODELS && runtime->model[install->model].installed;
+    return load_check_install(install, FFN_MAX_MODELS,
+                              held ? runtime->model[install->model].id : NULL);
 }
 
 xp_status_t ffn_runtime_install(ffn_runtime_t *runtime, const ffn_install_t *install)

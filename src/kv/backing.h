@@ -59,8 +59,8 @@ void kv_backing_destroy(kv_backing_t *backing); /* accepts NULL; nobody uses the
 /* Makes the first `bundles` bundles have memory: more than before, fewer, or as many. Growing takes
  * all memory at once, so that no later touch can fail; where it fails (XP_NO_MEMORY, XP_IO) as many
  * are mapped as before. A shrink that fails (XP_IO) has given back some or none of them
- * (kv_backing_mapped()) and may be tried again. XP_FATAL: the device never answered. XP_INVALID:
- * more than the ceiling. */
+ * (kv_backing_mapped()) and may be tried again. XP_FATAL: the device never answered, or its context
+ * is lost: no shortage. XP_INVALID: more than the ceiling. */
 xp_status_t kv_backing_resize(kv_backing_t *backing, uint32_t bundles);
 /* Device: makes at most one handle for the ready pool; true when the pool wants more. For moments
  * in which nothing else is to be done. On the CPU there is no such pool. */

@@ -146,7 +146,7 @@ static xp_status_t cuda_grow(kv_backing_t *backing, uint32_t bundles)
     if (status == XP_OK)
         return XP_OK;
     (void)bundles_unmap(self, first, at);
-    return xp_fail(status == XP_NO_MEMORY ? XP_NO_MEMORY : XP_IO, "%s", why.text);
+    return xp_fail(status == XP_NO_MEMORY || status == XP_FATAL ? status : XP_IO, "%s", why.text);
 }
 
 static xp_status_t cuda_shrink(kv_backing_t *backing, uint32_t bundles)

@@ -616,6 +616,16 @@ xp_status_t kv_market_set(kv_market_t *market, const kv_market_size_t *sizes, ui
     return XP_OK;
 }
 
+xp_status_t kv_market_order(kv_market_t *market, kv_policy_mode_t mode)
+{
+    XP_ASSERT(mode != KV_POLICY_STATIC);
+    if (market->settings.mode == KV_POLICY_STATIC)
+        return xp_fail(XP_UNSUPPORTED, "the KV Caches have fixed sizes (scheduler.kv_policy is "
+                                       "\"static\"); nothing moves between them");
+    market->settings.mode = market->snapshot.mode = mode;
+    return XP_OK;
+}
+
 xp_status_t kv_market_trim(kv_market_t *market, uint32_t g)
 {
     if (!plan_of(market, g)->elastic)

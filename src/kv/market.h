@@ -110,6 +110,9 @@ typedef struct kv_market_size {
     uint32_t group, floor_bundles, ceiling_bundles;
 } kv_market_size_t;
 xp_status_t kv_market_set(kv_market_t *market, const kv_market_size_t *sizes, uint32_t count);
+/* The order in which demands are met from the next step on: KV_POLICY_DEADLINE or
+ * KV_POLICY_ARRIVAL. XP_UNSUPPORTED where KV Caches have a fixed size. */
+xp_status_t kv_market_order(kv_market_t *market, kv_policy_mode_t mode);
 /* At the next step at which no command is open: shrink to what live requests use, and drop the
  * prefix cache. XP_RETRY while the group is not PRESENT, XP_UNSUPPORTED when it is not elastic. */
 xp_status_t kv_market_trim(kv_market_t *market, uint32_t group);

@@ -194,6 +194,7 @@ xpool_status_t xpool_kv_info(const xpool_kv_t *kv, xpool_kv_info_t *info_out)
     info.admit_tokens =
         admitted < kv_backing_ceiling(kv->backing) ? tokens_of(kv, admitted) : UINT32_MAX;
     info.device = kv->device ? kv->device->ordinal : -1;
+    info.goal_tokens = tokens_of(kv, kv->rank.goal);
     library_give_struct(&info, sizeof(info), info_out, info_out->struct_bytes);
     return XPOOL_OK;
 }

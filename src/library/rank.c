@@ -219,7 +219,8 @@ static void on_look(evutil_socket_t fd, short events, void *context)
 static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted, wire_descriptors_t *fds)
 {
     uint32_t dp_size = admitted->dp_size ? admitted->dp_size : 1;
-    if (rank->client || admitted->hidden != rank->hidden || dp_size != rank->atn_dp) {
+    if (rank->client || rank->kv_fds.count || admitted->hidden != rank->hidden ||
+        dp_size != rank->atn_dp) {
         fail_rank(rank, "the daemon's Admitted does not match the workload that it accepted");
         return;
     }

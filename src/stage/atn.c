@@ -278,13 +278,6 @@ xp_status_t stage_atn_detach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
     return XP_OK;
 }
 
-xp_status_t stage_atn_close(stage_atn_t *atn, uint32_t instance, uint32_t rank, xp_status_t reason)
-{
-    atn_rank_t *own;
-    XP_TRY(atn_find_attached(atn, instance, rank, &own));
-    return transport_cuda_server_close(atn->server, own->slot, reason);
-}
-
 xp_status_t stage_atn_report(stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              uint64_t deadline_ns, transport_cuda_report_t *report_out)
 {

@@ -11,20 +11,6 @@
 #define CALL_AHEAD 4u  // 16-byte parts of its rows that a thread of a call loads first of all
 #define WAIT_ROUND 16u // looks for an answer between two at everything else; 5 us at most
 
-// Counts blocks of this launch that are through; true for the last one, which then sees what the
-// others wrote and, with its release, shows it to whoever acquires. Called by one thread after the
-// barrier.
-static __device__ bool last_block(transport_device_state_t *state)
-{
-    if (gridDim.x == 1)
-        return true;
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived(state->arrived);
-    if (arrived.fetch_add(1u, cuda::memory_order_acq_rel) + 1 != gridDim.x)
-        return false;
-    arrived.store(0u, cuda::memory_order_relaxed);
-    return true;
-}
-
 // All targets get the rows; each 16 bytes are read once.
 static __device__ __forceinline__ void rows_to_targets(const stage_put_t &put, uint64_t offset,
                                                        const void *input, uint64_t bytes,
@@ -84,7 +70,7 @@ extern "C" __global__ void stage_put(const __grid_constant__ stage_put_t put,
     __shared__ uint32_t last;
     __syncthreads();
     if (threadIdx.x == 0)
-        last = last_block(state);
+        last = transport_last_block(&state->arrived);
     __syncthreads();
     if (threadIdx.x >= 32 || !last)
         return;
@@ -196,7 +182,7 @@ extern "C" __global__ void stage_take(const __grid_constant__ stage_take_t take,
     else
         transport_rows_poison(output, take.captured * take.row_bytes, thread, threads);
     __syncthreads();
-    if (threadIdx.x == 0 && last_block(state))
+    if (threadIdx.x == 0 && transport_last_block(&state->arrived))
         transport_device_take(state);
 }
 

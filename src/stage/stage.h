@@ -218,7 +218,6 @@ xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              uint32_t life_index, uint64_t deadline_ns);
 xp_status_t stage_atn_detach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              uint64_t deadline_ns);
-xp_status_t stage_atn_close(stage_atn_t *atn, uint32_t instance, uint32_t rank, xp_status_t reason);
 /* What the kernel says of the rank: attached or dropped, and counts. */
 xp_status_t stage_atn_report(stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              uint64_t deadline_ns, transport_cuda_report_t *report_out);

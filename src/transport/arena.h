@@ -8,6 +8,8 @@
 
 /* Bounds of a geometry; `status` is what to fail with (XP_INVALID for a caller's, XP_PEER else). */
 xp_status_t transport_geometry_check(const transport_geometry_t *geometry, xp_status_t status);
+/* What of it is the same on every kind of device: all but the dtype. */
+xp_status_t transport_sizes_check(const transport_geometry_t *geometry, xp_status_t status);
 
 /* A caller's tensor fits the geometry but for its rows: dtype, rank, width, contiguity. `what`
  * names it in the error (XP_INVALID). */

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/memfd.h"
+#include "transport/arena.h"
 
 CUDA_IMAGE_DECLARE(transport_cuda_kernels);
 
@@ -17,20 +18,10 @@ _Static_assert(sizeof(mailbox_arena_t) <= TRANSPORT_CONTROL_READ_MAX, "a header 
 
 xp_status_t transport_cuda_geometry_check(const transport_geometry_t *geometry, xp_status_t status)
 {
-    if (!geometry)
-        return xp_fail(status, "no Transport geometry");
+    XP_TRY(transport_sizes_check(geometry, status));
     if (geometry->dtype != XP_DTYPE_BF16 && geometry->dtype != XP_DTYPE_F16)
         return xp_fail(status, "Transport on a CUDA device carries bf16 or f16 rows, not %s",
                        xp_dtype_name(geometry->dtype));
-    if (geometry->hidden == 0 || geometry->hidden > MAILBOX_MAX_HIDDEN)
-        return xp_fail(status, "Transport rows of width %u; allowed are 1 to %u", geometry->hidden,
-                       MAILBOX_MAX_HIDDEN);
-    if (geometry->max_rows == 0 || geometry->max_rows > MAILBOX_MAX_ROWS)
-        return xp_fail(status, "Transport capacity of %u rows; allowed are 1 to %u",
-                       geometry->max_rows, MAILBOX_MAX_ROWS);
-    if (geometry->dp_size == 0 || geometry->dp_size > MAILBOX_MAX_DP)
-        return xp_fail(status, "attention DP of %u ranks; allowed are 1 to %d", geometry->dp_size,
-                       MAILBOX_MAX_DP);
     if (geometry->partials > MAILBOX_MAX_PARTIALS)
         return xp_fail(status, "%u areas for partials; allowed are 0 to %d", geometry->partials,
                        MAILBOX_MAX_PARTIALS);

@@ -7,20 +7,6 @@
 #include "transport/cuda_device.h"
 #include "transport/cuda_rows.cuh"
 
-// Counts blocks of this launch that are through. True for the last one; what the others wrote before
-// is then visible to it (acquire and release of the same word), and with the release that publishes
-// the request to whoever acquires that. Called by one thread after the block's barrier.
-static __device__ bool last_block(transport_device_state_t *state)
-{
-    if (gridDim.x == 1)
-        return true;
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived(state->arrived);
-    if (arrived.fetch_add(1u, cuda::memory_order_acq_rel) + 1 != gridDim.x)
-        return false;
-    arrived.store(0u, cuda::memory_order_relaxed);
-    return true;
-}
-
 extern "C" __global__ void transport_put(mailbox_arena_t *arena, transport_device_state_t *state,
                                          const transport_live_t *live, uint32_t layer,
                                          uint32_t captured, const void *input, uint64_t row_bytes,
@@ -32,7 +18,7 @@ extern "C" __global__ void transport_put(mailbox_arena_t *arena, transport_devic
                             (uint64_t)blockIdx.x * blockDim.x + threadIdx.x,
                             (uint64_t)gridDim.x * blockDim.x);
     __syncthreads();
-    if (threadIdx.x == 0 && last_block(state))
+    if (threadIdx.x == 0 && transport_last_block(&state->arrived))
         transport_device_put(arena, state, live, layer, captured);
 }
 
@@ -81,7 +67,7 @@ extern "C" __global__ void transport_take(const mailbox_arena_t *arena,
     else
         transport_rows_poison(output, captured * row_bytes, thread, threads);
     __syncthreads();
-    if (threadIdx.x == 0 && last_block(state))
+    if (threadIdx.x == 0 && transport_last_block(&state->arrived))
         transport_device_take(state);
 }
 

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Copying and filling of rows by any number of threads, and the device's clock. Device code only.
+// Copying and filling of rows by any number of threads, the device's clock, and the last block of a
+// launch. Device code only.
 #ifndef XPOOL_TRANSPORT_CUDA_ROWS_CUH
 #define XPOOL_TRANSPORT_CUDA_ROWS_CUH
 
 #include <stdint.h>
+
+#include "base/protocol_atomics.h"
 
 static __device__ __forceinline__ uint64_t transport_clock_ns()
 {
@@ -48,5 +51,20 @@ static __device__ __forceinline__ void transport_rows_poison(void *to, uint64_t 
 {
     for (uint64_t j = thread; j < bytes / 2; j += threads)
         ((uint16_t *)to)[j] = 0xffff;
+}
+
+// Counts blocks of this launch that are through, in a word that is 0 between launches. True for the
+// last one; what the others wrote before is then visible to it (acquire and release of the same
+// word), and with a release of its own to whoever acquires that. Called by one thread after the
+// block's barrier.
+static __device__ __forceinline__ bool transport_last_block(uint32_t *count)
+{
+    if (gridDim.x == 1)
+        return true;
+    cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived(*count);
+    if (arrived.fetch_add(1u, cuda::memory_order_acq_rel) + 1 != gridDim.x)
+        return false;
+    arrived.store(0u, cuda::memory_order_relaxed);
+    return true;
 }
 #endif

@@ -45,7 +45,7 @@ xp_status_t transport_tensor_check(const transport_geometry_t *geometry,
     return XP_OK;
 }
 
-xp_status_t transport_geometry_check(const transport_geometry_t *geometry, xp_status_t status)
+xp_status_t transport_sizes_check(const transport_geometry_t *geometry, xp_status_t status)
 {
     if (!geometry)
         return xp_fail(status, "no Transport geometry");
@@ -58,6 +58,12 @@ xp_status_t transport_geometry_check(const transport_geometry_t *geometry, xp_st
     if (geometry->dp_size == 0 || geometry->dp_size > MAILBOX_MAX_DP)
         return xp_fail(status, "attention DP of %u ranks; allowed are 1 to %d", geometry->dp_size,
                        MAILBOX_MAX_DP);
+    return XP_OK;
+}
+
+xp_status_t transport_geometry_check(const transport_geometry_t *geometry, xp_status_t status)
+{
+    XP_TRY(transport_sizes_check(geometry, status));
     if (geometry->dtype != XP_DTYPE_F32)
         return xp_fail(status, "Transport on a CPU device carries f32 rows, not %s",
                        xp_dtype_name(geometry->dtype));

@@ -258,9 +258,13 @@ xp_status_t wire_receive(int socket, xpw_Envelope *envelope_out, wire_descriptor
     xp_status_t status;
     if (length == 0)
         status = xp_fail(XP_CLOSED, "the other side closed the control channel");
-    else if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC))
-        status = xp_fail(XP_PEER, "a packet larger than %d bytes or with too many descriptors",
-                         WIRE_MAX_BYTES);
+    else if (message.msg_flags & MSG_TRUNC)
+        status = xp_fail(XP_PEER, "a packet larger than %d bytes", WIRE_MAX_BYTES);
+    else if (message.msg_flags & MSG_CTRUNC)
+        status = xp_fail(XP_PEER,
+                         "a packet with more descriptors than %d, or than this process "
+                         "may still have (ulimit -n)",
+                         WIRE_MAX_DESCRIPTORS);
     else
         status = wire_decode(bytes, (size_t)length, envelope_out);
     if (status != XP_OK) {
@@ -340,6 +344,7 @@ const char *wire_body_name(pb_size_t which_body)
                                         "Workload",
                                         [xpw_Envelope_kv_ask_tag] = "KvAsk",
                                         [xpw_Envelope_kv_answer_tag] = "KvAnswer",
+                                        [xpw_Envelope_agent_ended_tag] = "AgentEnded",
                                         [xpw_Envelope_device_plane_tag] = "DevicePlane",
                                         [xpw_Envelope_stage_offer_tag] = "StageOffer",
                                         [xpw_Envelope_stage_grant_tag] = "StageGrant",

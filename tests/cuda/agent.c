@@ -142,6 +142,11 @@ int agent_reap(agent_t *agent)
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
+void agent_ended(agent_t *agent)
+{
+    CHECK(agent_reap(agent) == 0);
+}
+
 int kit_role_socket(char **argv)
 {
     return atoi(argv[2]);
@@ -319,12 +324,9 @@ xp_status_t agent_ping_pong(agent_t *agent, int arena_fd, const transport_geomet
 
 static uint64_t agent_last_order(agent_t *agent, uint32_t what)
 {
-    int status;
     order_t order = {.what = what};
     uint64_t ns = agent_order(agent, &order, -1).ns;
-    close(agent->socket);
-    CHECK(waitpid(agent->pid, &status, 0) == agent->pid);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    agent_ended(agent);
     return ns;
 }
 

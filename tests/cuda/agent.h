@@ -27,7 +27,8 @@ void agent_main(int argc, char **argv);
 /* Starts this program again as the role `name` with a socket, the page of life words and two
  * numbers. Descriptors as kit_role_socket() and kit_role_life() give them. */
 void agent_spawn(const char *name, int life_fd, uint32_t a, uint32_t b, agent_t *agent_out);
-int agent_reap(agent_t *agent); /* closes the socket, waits for the end; its exit code, or -1 */
+void agent_ended(agent_t *agent); /* by itself, with 0, or this program fails */
+int agent_reap(agent_t *agent);   /* closes the socket, waits for the end; its exit code, or -1 */
 int kit_role_socket(char **argv);
 int kit_role_life(char **argv);
 uint32_t kit_role_number(char **argv, int which);

@@ -79,7 +79,7 @@ def row(metric, value, unit, target=None, note="", floor=None):
         "machine": f"{gpu}; {results.machine()}",
         "date": datetime.date.today().isoformat(),
         "commit": results.commit(),
-        "command": " ".join(["tests/cuda/kv_torch.py", *sys.argv[1:]]),
+        "command": results.command(),
         "rows": ROWS,
     }
     (ARGUMENTS.out / "kv_torch_cuda.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -181,19 +181,6 @@ static void must(agent_t *agent, order_t order, int fd, int *fd_out)
 {
     CHECK_OK(ask(agent, order, fd, fd_out).status);
 }
-static void ended(agent_t *agent)
-{
-    int status;
-    CHECK(waitpid(agent->pid, &status, 0) == agent->pid);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    close(agent->socket);
-}
-static void killed(agent_t *agent)
-{
-    kill(agent->pid, SIGKILL);
-    waitpid(agent->pid, NULL, 0);
-    close(agent->socket);
-}
 
 static void under_mps(bool is)
 {
@@ -322,7 +309,7 @@ static void scene_down(void)
 {
     for (uint32_t a = 0; a < plan.atn_count; a++) {
         must(&atns[a], (order_t){.what = ORDER_STOP}, -1, NULL);
-        ended(&atns[a]);
+        agent_ended(&atns[a]);
     }
     for (uint32_t f = 0; f < plan.ffn_count; f++) {
         answer_t looked = ask(&ffns[f], (order_t){.what = ORDER_LOOK}, -1, NULL);
@@ -331,7 +318,7 @@ static void scene_down(void)
         CHECK_OK(ask(&ffns[f], (order_t){.what = ORDER_STOP}, -1, NULL).status);
         printf("FfnAgent %u: %llu Invocations, longest turn %.1f us\n", f,
                (unsigned long long)counted.values[0], (double)counted.values[2] / 1e3);
-        ended(&ffns[f]);
+        agent_ended(&ffns[f]);
     }
     CHECK(left_sockets() == 0);
 }
@@ -379,7 +366,7 @@ static void instance_down(uint32_t instance)
 {
     for (uint32_t rank = 0; rank < fabric_plan_ranks(&plan.instances[instance]); rank++) {
         must(&clients[rank], (order_t){.what = ORDER_STOP}, -1, NULL);
-        ended(&clients[rank]);
+        agent_ended(&clients[rank]);
     }
     detach(instance);
 }
@@ -476,7 +463,7 @@ static void part_memory(void)
         for (int pe = 0; pe < 2; pe++) {
             CHECK_OK(hear(&pes[pe], NULL).status);
             tell(&pes[pe], (order_t){.what = ORDER_STOP}, -1);
-            ended(&pes[pe]);
+            agent_ended(&pes[pe]);
         }
     }
 }
@@ -522,7 +509,7 @@ static void part_ping(void)
     }
     for (int pe = 0; pe < 2; pe++) {
         tell(&pes[pe], (order_t){.what = ORDER_STOP}, -1);
-        ended(&pes[pe]);
+        agent_ended(&pes[pe]);
     }
     CHECK(left_sockets() == 0);
 }
@@ -665,7 +652,7 @@ static void part_kill(void)
         tell(&clients[0], (order_t){.what = ORDER_LOOP}, -1);
         CHECK_OK(hear(&clients[0], NULL).status);
         usleep((20 + kit_value(n, 7) % 50) * 1000);
-        killed(&clients[0]);
+        agent_kill(&clients[0]);
         uint64_t start_ns = xp_monotonic_ns();
         detach(INSTANCE_A);
         uint64_t took = xp_monotonic_ns() - start_ns;
@@ -680,13 +667,13 @@ static void part_kill(void)
     usleep(50000);
     uint64_t start_ns = xp_monotonic_ns();
     int pids[2] = {atns[0].pid, ffns[0].pid};
-    killed(&ffns[0]);
+    agent_kill(&ffns[0]);
     tell(&clients[0], (order_t){.what = ORDER_CLOSE, .other = XP_FATAL}, -1);
     answer = hear(&clients[0], NULL);
     double took_ms = (double)(xp_monotonic_ns() - start_ns) / 1e6;
     CHECK(answer.status == XP_FATAL && took_ms < 1000);
-    killed(&clients[0]);
-    killed(&atns[0]);
+    agent_kill(&clients[0]);
+    agent_kill(&atns[0]);
     for (int i = 0; i < 2; i++)
         stage_heap_sweep(pids[i]);
     CHECK(left_sockets() == 0);

@@ -41,6 +41,7 @@ def instance(arguments):
         print("end", kind, text, flush=True)
         ended.append(kind)
 
+    signal.signal(signal.SIGTERM, lambda *_: ended.append("SIGTERM"))
     # The devices of an Instance's ranks come first, in their order.
     rank = Rank(config, "m", arguments.rank, workload, end, arguments.rank)
     cache = open_cache(rank, info)
@@ -154,7 +155,7 @@ def serve(arguments, system, scene, name):
 
 def ready(system):
     command = [system.xpool, "daemon", "check", "--config", str(system.config)]
-    return subprocess.run(command, capture_output=True, env=system.environment).returncode == 0
+    return subprocess.run(command, capture_output=True, env=system.environment, timeout=120).returncode == 0
 
 
 def nothing_left(system):
@@ -334,6 +335,13 @@ def under_up(arguments, folder, scene):
             check(len(after) == len(before) == 5, f"before {before}, after {after}")
             check(len(kept) == 2 and any("daemon" in words for words in kept), f"others than before: {after}")
         check(system.tail("up").count("bytes adopted, 0 read") >= 1, "weights were read")
+        # A moment after a Generation re-formed, one that is stopped with exit code 0 stays so.
+        [pid] = [pid for words, pid in children(up).items() if "--instance" in words]
+        os.kill(pid, signal.SIGTERM)
+        system.wait(lambda: pid not in children(up).values(), "the Instance's end", ["up"])
+        time.sleep(2)
+        check(not any("--instance" in words for words in children(up)), "a stopped Instance was started again")
+        check(len(children(up)) == 4, f"others ended with it: {children(up)}")
         system.processes["up"].send_signal(signal.SIGINT)
         code = system.processes["up"].wait(timeout=30)
         check(code == 0, f"xpool up ended with {code}: {system.tail('up')}")

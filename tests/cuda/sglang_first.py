@@ -3,7 +3,7 @@
 """One model by SGLang through CrossPool on GPUs, beside SGLang alone: the same tokens, by captured graphs.
 
     tests/cuda/sglang_first.py --build BUILD [--site FOLDER] [--model PATH] [--layout tp1|one|tp2|dp2]
-                               [--eager] [--dummy] [--limit SECONDS] [--out FOLDER] [--rehearse]
+                               [--elastic] [--eager] [--dummy] [--limit SECONDS] [--out FOLDER] [--rehearse]
 
 Both servers are started at once: CrossPool with attention on cuda:0 and the FFN on cuda:1 (tp2, dp2: both
 roles on both; one: both roles on cuda:0, no other GPU is needed), SGLang alone on cuda:1 (one: cuda:0). Each is
@@ -13,7 +13,11 @@ and where it ends, with the distance of SGLang's own two best tokens there; how 
 in float32, which judges them (benches/sglang_truth.py); calls replayed by graphs and queued outside them;
 memory; the tails of all logs where something went wrong. Where the KV Cache is elastic, the prompts are asked
 for again and again while `xpool kv trim` takes away what they do not use: answers as good, and memory that
-moved. Nothing is killed but what is left at the end.
+moved, in every group. Nothing is killed but what is left at the end.
+
+--elastic: that, harder: SGLang's prefix cache is on, there are longer prompts, three of which begin alike, room
+for 32 requests, and ceilings that fall and rise; with tp2 both ranks have the same slots, prefix caches and
+requests whenever memory has moved (tests/sglang/hooks/xpool_rank_hooks.py).
 
 --site: a folder with SGLang and what it needs, where the interpreter itself has it not. --dummy: no
 checkpoint is read, tokens are not compared. --rehearse: CPU devices, without graphs. Exit code 77: no GPUs.
@@ -49,6 +53,8 @@ TOKENS = 64
 PROMPTS = (10, 40, 200, 300)  # tokens
 GRAPH_TOKENS = (16, 64, 256)  # of prefill graphs
 DECODE_ROWS, PREFILL_ROWS, KV_TOKENS = 8, 512, 8192
+# With --elastic: so many rows, since a bundle of a small model is thousands of tokens; prompts that begin alike.
+ELASTIC_ROWS, ELASTIC_PROMPTS, ALIKE, CONTEXT = 32, (700, 760, 900), 600, 1024
 BROKEN = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply hooks")
 LOG_TAIL = 6000
 TRIMMED_SIGMAS = 3.0  # of one answer's misses beside vanilla's: many are looked at, and wrong memory misses nearly all
@@ -93,7 +99,7 @@ def memory():
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    out = subprocess.run(command, capture_output=True, text=True).stdout
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     return [int(line) for line in out.split()]
 
 
@@ -136,7 +142,7 @@ class Process:
             os.killpg(self.popen.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self.popen.wait()
+        self.popen.wait(30)
         return clean
 
 
@@ -147,20 +153,28 @@ class Run:
         self.gpu = not arguments.rehearse
         self.tp, self.dp = LAYOUTS[arguments.layout]
         self.ranks = self.tp * self.dp
+        # Two cores take their time.
+        self.rows, self.waves = (ELASTIC_ROWS, 6) if arguments.elastic and self.gpu else (DECODE_ROWS, 6 if self.gpu else 2)
+        self.kv_tokens = self.rows * CONTEXT if arguments.elastic else KV_TOKENS
+        self.lengths = PROMPTS + (ELASTIC_PROMPTS if arguments.elastic else ())
         self.processes = []
-        self.result = {"model": str(arguments.model), "layout": arguments.layout, "eager": arguments.eager}
+        self.result = {name: getattr(arguments, name) for name in ("layout", "eager", "elastic")}
+        self.result["model"] = str(arguments.model)
         self.layers = json.loads((arguments.model / "config.json").read_text())["num_hidden_layers"]
         self.vocabulary = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
 
     # --- starting ---------------------------------------------------------------------------------------
 
     def flags(self):
+        flags = GPU_FLAGS if self.gpu else CPU_FLAGS
+        if self.arguments.elastic:
+            flags = [flag for flag in flags if flag != "--disable-radix-cache"]
         if not self.gpu:
-            return CPU_FLAGS
+            return flags
         if self.arguments.eager:
-            return GPU_FLAGS + ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"]
-        graphs = ["--cuda-graph-max-bs", str(DECODE_ROWS), "--piecewise-cuda-graph-tokens", *map(str, GRAPH_TOKENS)]
-        return GPU_FLAGS + graphs + self.arguments.more.split()
+            return flags + ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"]
+        graphs = ["--cuda-graph-max-bs", str(self.rows), "--piecewise-cuda-graph-tokens", *map(str, GRAPH_TOKENS)]
+        return flags + graphs + self.arguments.more.split()
 
     def environment(self, **more):
         site = self.arguments.site
@@ -196,8 +210,8 @@ class Run:
         a = self.arguments
         self.vanilla_port = free_port()
         command = [a.python, "-m", "sglang.launch_server", "--model-path", a.model, "--host", "127.0.0.1"]
-        command += ["--port", self.vanilla_port, "--dtype", a.dtype, "--max-total-tokens", KV_TOKENS]
-        command += ["--max-running-requests", DECODE_ROWS, "--chunked-prefill-size", PREFILL_ROWS, "--context-length", 1024]
+        command += ["--port", self.vanilla_port, "--dtype", a.dtype, "--max-total-tokens", self.kv_tokens]
+        command += ["--max-running-requests", self.rows, "--chunked-prefill-size", PREFILL_ROWS, "--context-length", CONTEXT]
         command += ["--device", "cuda" if self.gpu else "cpu", *(["--load-format", "dummy"] if a.dummy else [])]
         plugins = "none" if self.gpu else "xpool_cpu_hooks"
         more = {"SGLANG_PLUGINS": plugins, **({"CUDA_VISIBLE_DEVICES": "0" if a.layout == "one" else "1"} if self.gpu else {})}
@@ -234,21 +248,29 @@ class Run:
             ("ffn_tp_size", self.ranks if shared else 1),
             ("attention_tp", self.tp),
             ("attention_dp", self.dp),
-            ("decode_rows", DECODE_ROWS),
+            ("decode_rows", self.rows),
             ("prefill_rows", PREFILL_ROWS),
-            ("max_context", 1024),
-            ("kv_ceiling_tokens", KV_TOKENS),
+            ("max_context", CONTEXT),
+            ("kv_ceiling_tokens", self.kv_tokens),
             ("engine_args", self.flags()),
+            *([("kv_floor_tokens", CONTEXT)] if a.elastic else []),
         ]
         config = folder / "first.toml"
         lines = [f"{k} = {json.dumps(v)}" for k, v in values] + ["[[models]]"] + [f"{k} = {json.dumps(v)}" for k, v in model]
         config.write_text("\n".join(lines) + "\n")
         plugins = {} if self.gpu else {"SGLANG_PLUGINS": "xpool_cpu_hooks"}
         environment = self.environment(**plugins)
+        if a.elastic:
+            self.states = folder / "states"
+            self.states.mkdir()
+            hooks = str(ROOT / "tests" / "sglang" / "hooks")
+            plugins = [*plugins.values(), "xpool_rank_hooks"]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), hooks)))
+            environment.update(SGLANG_PLUGINS=",".join(plugins), XPOOL_TEST_KV_STATES=str(self.states), XPOOL_TEST_OVERLAP="1")
         if a.lazy:
             environment["CUDA_MODULE_LOADING"] = "LAZY"
         self.xpool = a.build / "bin" / "xpool"
-        plan = subprocess.run([self.xpool, "plan", "--config", config], capture_output=True, text=True, env=environment)
+        plan = subprocess.run([self.xpool, "plan", "--config", config], capture_output=True, text=True, env=environment, timeout=120)
         if plan.returncode:
             raise Failed(f"xpool plan: {plan.stderr}{plan.stdout}")
         print(plan.stdout, flush=True)
@@ -266,11 +288,15 @@ class Run:
 
     def prompt(self, number):
         """Token ids by a small generator of its own, the same wherever this runs."""
-        state, ids = 12345 + number, []
-        for _ in range(PROMPTS[number]):
-            state = (state * 1103515245 + 12345) & 0x7FFFFFFF
-            ids.append(10 + (state >> 8) % (self.vocabulary - 10))
-        return ids
+        def drawn(state, count):
+            ids = []
+            for _ in range(count):
+                state = (state * 1103515245 + 12345) & 0x7FFFFFFF
+                ids.append(10 + (state >> 8) % (self.vocabulary - 10))
+            return ids
+
+        alike = ALIKE if number >= len(PROMPTS) else 0
+        return drawn(99, alike) + drawn(12345 + number, self.lengths[number] - alike)
 
     def ask(self, port, number, logprobs=False):
         body = {
@@ -302,7 +328,9 @@ class Run:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(120)
+        if len(found) != len(numbers):
+            raise Failed(f"{len(numbers) - len(found)} prompts among others have no answer after 120 s")
         for number, answer in found.items():
             if isinstance(answer, Exception):
                 raise Failed(f"prompt {number} among others: {answer!r}")
@@ -310,9 +338,9 @@ class Run:
 
     def ask_all(self, port, name):
         answers = []
-        for number in range(len(PROMPTS)):
+        for number in range(len(self.lengths)):
             ids, took = self.tokens(port, number)
-            print(f"{name}: prompt of {PROMPTS[number]}: {took:.2f} s, {ids[:8]} ...", flush=True)
+            print(f"{name}: prompt of {self.lengths[number]}: {took:.2f} s, {ids[:8]} ...", flush=True)
             answers.append(ids)
         return answers, self.together(port, (0, 1, 2))
 
@@ -342,7 +370,7 @@ class Run:
             self.start_vanilla()
             self.wait("vanilla serves", lambda: self.healthy(self.vanilla_port), self.vanilla)
             wanted, wanted_together = self.ask_all(self.vanilla_port, "vanilla")
-            distances = [self.distances(number) for number in range(len(PROMPTS))]
+            distances = [self.distances(number) for number in range(len(self.lengths))]
             self.graphs(self.vanilla)
             self.vanilla.end(10)
         self.wait("CrossPool serves", self.serving, self.up)
@@ -361,17 +389,17 @@ class Run:
             if self.arguments.no_vanilla or self.arguments.dummy:
                 continue
             said.append(got)
-            for number in range(len(PROMPTS)):
-                self.compare(f"prompt of {PROMPTS[number]}", wanted[number], got[number], distances[number])
+            for number in range(len(self.lengths)):
+                self.compare(f"prompt of {self.lengths[number]}", wanted[number], got[number], distances[number])
             for number, ids in got_together.items():
-                self.compare(f"prompt of {PROMPTS[number]}, three at once", wanted_together[number], ids, distances[number])
+                self.compare(f"prompt of {self.lengths[number]}, three at once", wanted_together[number], ids, distances[number])
         good &= self.check_graphs(steps)
         if said:
             elastic, trimmed = self.elastic(port, said[0])
             good &= self.third_party(wanted, said, trimmed) and elastic
         self.result.update(turns=steps, good=good)
         self.graphs(self.up)
-        clean = subprocess.run([self.xpool, "down", "--config", self.folder / "first.toml"], capture_output=True, text=True)
+        clean = subprocess.run([self.xpool, "down", "--config", self.folder / "first.toml"], capture_output=True, text=True, timeout=120)
         print(f"down: exit code {clean.returncode} {clean.stderr[-800:]}", flush=True)
         self.up.popen.wait(30)
         print(f"up ended with {self.up.popen.returncode}; memory in use {memory()}", flush=True)
@@ -399,17 +427,24 @@ class Run:
     def elastic(self, port, alone):
         """The KV Cache grows by demands and shrinks by trims under the requests: whether it did, and the answers
         that were given, each different one once: [(prompt, tokens)]."""
-        (before,) = [group for group in json.loads(self.kv("--json"))["groups"]][:1]
-        if not before["elastic"]:
+        before = json.loads(self.kv("--json"))["groups"]
+        if not before[0]["elastic"]:
             print("the KV Cache is fixed", flush=True)
-            return True, []
-        stop, sizes, failed = threading.Event(), set(), []
+            return not self.arguments.elastic, []
+        ceiling = before[0]["ceiling"]["tokens"]
+        stop, failed = threading.Event(), []
+        sizes = [set() for _ in before]
 
         def trim():
-            while not stop.wait(0.15):
+            turn = 0
+            while not stop.wait(0.05 if self.arguments.elastic else 0.15):
+                turn += 1
                 try:
+                    if self.arguments.elastic and turn % 8 == 0:
+                        self.kv("set", "first", "--ceiling", str(ceiling // 2 if turn % 16 else ceiling))
                     self.kv("trim", "first")
-                    sizes.add(json.loads(self.kv("--json"))["groups"][0]["backed"]["tokens"])
+                    for group, seen in zip(json.loads(self.kv("--json"))["groups"], sizes, strict=True):
+                        seen.add(group["backed"]["tokens"])
                 except (Failed, subprocess.TimeoutExpired) as error:
                     failed.append(str(error))
 
@@ -420,26 +455,42 @@ class Run:
                 failed.append(str(error))
 
         thread, found = threading.Thread(target=trim), {}
+        many = self.rows * self.dp
         thread.start()
-        for turn in range(6):
+        for turn in range(self.waves):
             asking = [
-                threading.Thread(target=one, args=((turn, i), 3 - i % 2, found)) for i in range(DECODE_ROWS)
+                threading.Thread(target=one, args=((turn, i), len(self.lengths) - 1 - i % (len(self.lengths) - 2), found))
+                for i in range(many)
             ]
             for request in asking:
                 request.start()
             for request in asking:
-                request.join()
+                request.join(120)
             time.sleep(0.4)
         stop.set()
-        thread.join()
-        (after,) = [group for group in json.loads(self.kv("--json"))["groups"]][:1]
-        good = not failed and len(found) == 6 * DECODE_ROWS and len(sizes) > 1 and after["grants"] > before["grants"]
+        thread.join(120)
+        after = json.loads(self.kv("--json"))["groups"]
+        grants = [new["grants"] - old["grants"] for new, old in zip(after, before, strict=True)]
+        moved = all(len(seen) > 1 for seen in sizes) and min(grants) > 0
+        good = not failed and len(found) == self.waves * many and moved and self.same_states()
         same = sum(ids == alone[number] for number, ids in found.values())
-        print(f"eight at once, trimmed: {same} of {len(found)} answers are those given alone", flush=True)
-        print(f"elastic KV: {'good' if good else 'WRONG'}; {after['grants'] - before['grants']} grants, sizes in"
-              f" tokens {sorted(sizes)}, bundles of {after['bundle_tokens']}; {failed[:3]}", flush=True)  # fmt: skip
-        self.result["elastic"] = dict(good=good, sizes=sorted(sizes), grants=after["grants"] - before["grants"], same=same)
+        print(f"{many} at once, trimmed: {same} of {len(found)} answers are those given alone", flush=True)
+        print(f"elastic KV: {'good' if good else 'WRONG'}; {grants} grants, sizes in tokens {[sorted(seen) for seen in sizes]},"
+              f" bundles of {after[0]['bundle_tokens']}; {failed[:3]}", flush=True)  # fmt: skip
+        every = sorted(set().union(*sizes))
+        self.result["elastic KV"] = dict(good=good, sizes=every, grants=sum(grants), same=same, answers=len(found))
         return good, [(number, list(ids)) for number, ids in sorted({(number, tuple(ids)) for number, ids in found.values()})]
+
+    def same_states(self):
+        """Of tensor parallel ranks, as far as both have written them down."""
+        if self.tp == 1 or not self.arguments.elastic:
+            return True
+        written = [file.read_text().splitlines()[:-1] for file in sorted(self.states.glob("*"))]
+        count = min(map(len, written), default=0)
+        part = next((i for i in range(count) if len({lines[i] for lines in written}) > 1), None)
+        good = len(written) == self.tp and count > 10 and part is None
+        print(f"states of the ranks: {[len(lines) for lines in written]}, {'the same' if part is None else f'they part at {part}'}", flush=True)
+        return good
 
     def check_graphs(self, steps):
         if not self.gpu:
@@ -450,7 +501,7 @@ class Run:
                 good &= turn["replayed_calls"] == 0 and turn["eager_decode_calls"] > 0
             else:
                 good &= turn["eager_decode_calls"] == 0
-                good &= turn["replayed_calls"] >= (TOKENS - 1) * self.layers * len(PROMPTS)
+                good &= turn["replayed_calls"] >= (TOKENS - 1) * self.layers * len(self.lengths)
         print(f"graphs: {'good' if good else 'WRONG'}", flush=True)
         self.result["graphs"] = good
         return good
@@ -470,7 +521,7 @@ class Run:
         """Both sides beside the checkpoint in float32 (benches/sglang_truth.py); the first turn is judged, and each
         answer that was given while the KV Cache moved, beside vanilla's to the same prompt."""
         began = time.monotonic()
-        prompts = [self.prompt(number) for number in range(len(PROMPTS))]
+        prompts = [self.prompt(number) for number in range(len(self.lengths))]
         sides = {name: [list(pair) for pair in zip(prompts, one)] for name, one in (("ours", said[0]), ("plain", wanted))}
         sides["trimmed"] = [[prompts[number], ids] for number, ids in trimmed]
         # Asked again elsewhere: sglang_truth.py reads it.
@@ -489,7 +540,7 @@ class Run:
             fine = sglang_truth.verdict(one, other) <= TRIMMED_SIGMAS
             good &= fine
             if ids != said[0][number] or not fine:
-                print(f"float32, prompt of {PROMPTS[number]}, trimmed: {'' if fine else 'WRONG: '}{sglang_truth.words(one)}", flush=True)
+                print(f"float32, prompt of {self.lengths[number]}, trimmed: {'' if fine else 'WRONG: '}{sglang_truth.words(one)}", flush=True)
         return good
 
     def graphs(self, process):
@@ -510,6 +561,7 @@ class Run:
 def rows_of(found):
     """In the form of docs/results; what did not come is left out."""
     rows, name = [], f"{pathlib.Path(found['model']).name}, layout {found['layout']}{', eager' if found['eager'] else ''}"
+    name += ", prefix cache on" if found["elastic"] else ""
     for turn in found.get("turns", [])[-1:]:
         rows.append(
             results.row(
@@ -525,16 +577,16 @@ def rows_of(found):
         shares = {side: 1 - one["missed"] / one["tokens"] for side, one in found["float32"].items() if side in ("ours", "plain")}
         note = f"{name}: greedy tokens that are transformers' float32 ones, each judged by its own prefix; peer: SGLang alone"
         rows.append(results.row("sglang_first.float32_agreement", shares["ours"], "ratio", peer=shares["plain"], note=note))
-    if "elastic" in found:
-        one = found["elastic"]
+    if "elastic KV" in found:
+        one = found["elastic KV"]
         rows.append(
             results.row(
                 "sglang_first.trimmed_answers_good",
                 int(one["good"]),
                 "bool",
                 target=">= 1",
-                note=f"{name}: answers while the KV Cache is trimmed under them again and again: {one['same']} the same as"
-                f" before, the others judged by float32; {one['grants']} grants, {one['sizes'][0]} to {one['sizes'][-1]} tokens",
+                note=f"{name}: answers while the KV Cache is trimmed under them again and again: {one['same']} of"
+                f" {one['answers']} the same as before, the others judged by float32; {one['grants']} grants, {one['sizes'][0]} to {one['sizes'][-1]} tokens",
             )
         )
     return rows
@@ -548,6 +600,7 @@ def main():
     parser.add_argument("--model", type=pathlib.Path, default=ROOT / "models" / "tales" / "qwen3-moe")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="tp1")
+    parser.add_argument("--elastic", action="store_true", help="prefix cache on, more that moves")
     parser.add_argument("--eager", action="store_true", help="no graphs on either side")
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--lazy", action="store_true", help="CUDA_MODULE_LOADING=LAZY for SGLang under CrossPool")
@@ -562,7 +615,7 @@ def main():
         arguments.dtype = "float32"
     else:
         find_control()
-        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
+        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True, timeout=120)
         gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]
         needed = 1 if arguments.layout == "one" else 2
         if len(gpus) < needed:

@@ -112,7 +112,7 @@ class Gpus:
 
 def python_packages():
     code = "import sysconfig, site; print(sysconfig.get_paths()['purelib']); print(*site.getsitepackages(), sep='\\n')"
-    told = subprocess.run([shutil.which("python3") or sys.executable, "-c", code], capture_output=True, text=True)
+    told = subprocess.run([shutil.which("python3") or sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     return list(dict.fromkeys(told.stdout.split()))
 
 
@@ -190,7 +190,7 @@ def small_models(scratch, xpool):
     seeded = scratch / "qwen3"
     if not seeded.exists():
         words = [xpool, "model", "synth", "--arch", "qwen3", "--out", seeded, "--seed", "11", "--hidden", "256"]
-        subprocess.run([str(w) for w in words] + ["--dtype", "bf16"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([str(w) for w in words] + ["--dtype", "bf16"], check=True, stdout=subprocess.DEVNULL, timeout=120)
     return {"qwen3": seeded} | {name: TALES / name for name in ("qwen3-moe", "deepseek-v2", "glm4-moe-lite")}
 
 
@@ -351,7 +351,7 @@ class System:
         for name in left:
             ends[name] = None
             self.processes[name].kill()
-            self.processes[name].wait()
+            self.processes[name].wait(30)
         return ends
 
     def down(self):
@@ -375,7 +375,7 @@ class System:
             if process.poll() is None:
                 process.kill()
         for process in self.processes.values():
-            process.wait()
+            process.wait(30)
         for pid in self.left():  # an MPS controller that outlives its daemon
             try:
                 os.kill(pid, signal.SIGKILL)

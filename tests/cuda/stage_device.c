@@ -54,19 +54,6 @@ static void ready(agent_t *agent)
     answer_t answer;
     CHECK(kit_receive(agent->socket, &answer, sizeof(answer), NULL));
 }
-static void ended(agent_t *agent)
-{
-    int status;
-    CHECK(waitpid(agent->pid, &status, 0) == agent->pid);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    close(agent->socket);
-}
-static void killed(agent_t *agent)
-{
-    kill(agent->pid, SIGKILL);
-    waitpid(agent->pid, NULL, 0);
-    close(agent->socket);
-}
 
 static void start_ffn(uint32_t index)
 {
@@ -120,7 +107,7 @@ static void scene_down(void)
 {
     if (by_relay) {
         must(&relay, order_of(ORDER_STOP, 0, 0), -1, NULL);
-        ended(&relay);
+        agent_ended(&relay);
     }
     for (uint32_t f = 0; f < ffn_count; f++) {
         answer_t looked = ask(&ffns[f], order_of(ORDER_LOOK, 0, 0), -1, NULL);
@@ -131,7 +118,7 @@ static void scene_down(void)
         printf("FfnAgent %u: %llu Invocations, %llu turns, longest %.1f us; stopped in %.0f us\n",
                f, (unsigned long long)counted.values[0], (unsigned long long)counted.values[1],
                (double)counted.values[2] / 1e3, (double)stopped.ns / 1e3);
-        ended(&ffns[f]);
+        agent_ended(&ffns[f]);
     }
 }
 
@@ -175,7 +162,7 @@ static void detach(uint32_t instance)
 static void client_down(agent_t *client, uint32_t instance)
 {
     must(client, order_of(ORDER_STOP, 0, 0), -1, NULL);
-    ended(client);
+    agent_ended(client);
     detach(instance);
 }
 
@@ -298,7 +285,7 @@ static void part_probe(void)
         printf("memory of cuda:1 in a process that sees cuda:0 only%s: %s\n",
                under_mps ? ", under MPS" : "",
                answer.status == XP_OK ? "can be mapped" : answer.text);
-        ended(&probe);
+        agent_ended(&probe);
     }
     scene_down();
 }
@@ -516,7 +503,7 @@ static void part_kill(void)
         agent_t victim = client_up(INSTANCE_A);
         loop(&victim);
         nap_ms(20 + kit_value(n, 7) % 50);
-        killed(&victim);
+        agent_kill(&victim);
         uint64_t start_ns = xp_monotonic_ns();
         detach(INSTANCE_A);
         uint64_t took = xp_monotonic_ns() - start_ns;
@@ -533,13 +520,13 @@ static void part_kill(void)
     /* The FfnAgent dies: who holds the arena closes it, and the wait ends. */
     loop(&other);
     nap_ms(50);
-    killed(&ffns[0]);
+    agent_kill(&ffns[0]);
     uint64_t start_ns = xp_monotonic_ns();
     answer = loop_end(&other, ORDER_CLOSE, XP_FATAL);
     double took_ms = (double)(xp_monotonic_ns() - start_ns) / 1e6;
     CHECK(answer.status == XP_FATAL);
     CHECK(took_ms < 1000);
-    killed(&other);
+    agent_kill(&other);
     kit_row("stage.cuda.ffn_kill_ms", took_ms, "ms", -1, "< 1000",
             "from the close of the arena to the end of the Instance's wait after SIGKILL of the "
             "FfnAgent");

@@ -3,6 +3,7 @@
 // checked, and the floors: words, and rows with a word, sent to and fro between two GPUs.
 #include "stage/marked.h"
 #include "transport/cuda_rows.cuh"
+#include "ping.cuh"
 
 #define WAIT_ROUND 16u // as in stage/kernels.cu
 
@@ -235,35 +236,13 @@ extern "C" __global__ void stage_test_ping(uint64_t *mine, uint64_t *theirs, uin
                                            uint32_t vecs, uint32_t count, uint32_t first,
                                            uint32_t *samples_ns)
 {
-    __shared__ uint32_t late;
-    if (threadIdx.x == 0)
-        late = 0;
-    __syncthreads();
-    for (uint32_t i = 1; i <= count; i++) {
-        const uint64_t start = transport_clock_ns();
-        for (int turn = 0; turn < 2; turn++) {
-            if ((turn == 0) == (first != 0)) {
-                for (uint32_t v = threadIdx.x; v < vecs; v += blockDim.x)
-                    payload[v] = make_uint4(i, v, i, v);
-                __syncthreads();
-                if (threadIdx.x == 0)
-                    PROTOCOL_STORE_RELEASE(theirs, (uint64_t)i);
-            } else {
-                if (threadIdx.x == 0)
-                    while (PROTOCOL_LOAD_ACQUIRE(mine) != i)
-                        if (transport_clock_ns() - start >
-                            (i == 1 ? 5000000000ull : 1000000000ull)) {
-                            late = 1;
-                            break;
-                        }
-                __syncthreads();
-                if (late)
-                    return;
-            }
-        }
-        if (first && threadIdx.x == 0)
-            samples_ns[i - 1] = (uint32_t)(transport_clock_ns() - start);
-    }
+    ping(mine, count, first != 0, 5000000000ull, samples_ns, [=](uint32_t i) {
+        for (uint32_t v = threadIdx.x; v < vecs; v += blockDim.x)
+            payload[v] = make_uint4(i, v, i, v);
+        __syncthreads();
+        if (threadIdx.x == 0)
+            PROTOCOL_STORE_RELEASE(theirs, (uint64_t)i);
+    });
 }
 
 // Stands for attention in captured graphs: sets the next layer's input from this one's output.

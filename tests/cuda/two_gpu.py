@@ -349,7 +349,7 @@ def models_of(scene, scratch, xpool):
     seeded = scratch / "qwen3"
     if not seeded.exists():
         command = [xpool, "model", "synth", "--arch", "qwen3", "--out", seeded, "--seed", "11", "--dtype"]
-        subprocess.run([str(c) for c in command + ["bf16", "--hidden", "256"]], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([str(c) for c in command + ["bf16", "--hidden", "256"]], check=True, stdout=subprocess.DEVNULL, timeout=120)
     return {
         "qwen3": seeded,
         "qwen3-moe": TALES / "qwen3-moe",
@@ -434,7 +434,7 @@ class System:
 
     def down(self):
         done = subprocess.run(
-            [self.xpool, "down", "--config", str(self.config)], capture_output=True, text=True, env=self.environment
+            [self.xpool, "down", "--config", str(self.config)], capture_output=True, text=True, env=self.environment, timeout=120
         )
         return done.returncode == 0, (done.stdout + done.stderr).strip()
 
@@ -443,13 +443,13 @@ class System:
             if process.poll() is None:
                 process.kill()
         for process in self.processes.values():
-            process.wait()
+            process.wait(30)
 
 
 def executable(system):
     """Whether the daemon waits for no agent any more."""
     command = [system.xpool, "daemon", "check", "--config", str(system.config)]
-    done = subprocess.run(command, capture_output=True, text=True, env=system.environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=system.environment, timeout=120)
     said = done.stdout + done.stderr
     return "agent" not in said and "the next one forms" not in said
 
@@ -485,7 +485,7 @@ def run_scene(name, scene, scratch, arguments):
     models = models_of(scene, scratch, xpool)
     config = write_config(scene, folder, models)
     system = System(folder, config, xpool, arguments.build)
-    plan = subprocess.run([str(xpool), "plan", "--config", str(config)], capture_output=True, text=True)
+    plan = subprocess.run([str(xpool), "plan", "--config", str(config)], capture_output=True, text=True, timeout=120)
     if plan.returncode:
         raise RuntimeError(plan.stderr)
     print(plan.stdout, flush=True)
@@ -515,7 +515,7 @@ def run_scene(name, scene, scratch, arguments):
         all_there()
         if scene.get("reform"):
             command = [str(xpool), "daemon", "check", "--config", str(config)]
-            system.wait(lambda: not subprocess.run(command, capture_output=True).returncode, "READY", ["daemon"])
+            system.wait(lambda: not subprocess.run(command, capture_output=True, timeout=120).returncode, "READY", ["daemon"])
             replace_agents(system, scene, models, start_model, result)
             all_there()
         (folder / "go").touch()
@@ -617,7 +617,7 @@ def main():
     if arguments.rehearse:
         scenes, arguments.tokens = {"one": REHEARSAL, "reform": dict(REHEARSAL, reform=60)}, 12
     else:
-        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
+        told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True, timeout=120)
         gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]
         if len(gpus) < 2:
             print(f"skipped: two GPUs are needed, {len(gpus)} found")

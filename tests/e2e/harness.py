@@ -41,6 +41,7 @@ memory = "1GiB"
 # Sanitizer builds and loaded machines: every limit below is multiplied by this.
 SLOW = float(os.environ.get("XPOOL_SLOW", "1"))
 SKIPPED = 77
+TOGETHER_S = 300  # calls that run at the same time
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -449,18 +450,66 @@ def together(functions):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(functions))]
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(functions))]
+    until = time.monotonic() + TOGETHER_S * SLOW
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(max(until - time.monotonic(), 0))
     if errors:
         raise errors[0]
+    left = sum(thread.is_alive() for thread in threads)
+    check(not left, f"{left} of {len(threads)} calls have not ended within {TOGETHER_S * SLOW:.0f} s")
     return results
 
 
+SHM = pathlib.Path("/dev/shm")
+
+
 def shm_names():
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    return set(os.listdir(SHM)) if SHM.is_dir() else set()
+
+
+def descends(pid):
+    """Whether a process was started by this one; its orphans come back here (main)."""
+    while pid > 1 and pid != os.getpid():
+        try:
+            pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == os.getpid()
+
+
+def holders(name):
+    """Live processes of this user that have a file of /dev/shm open or mapped."""
+    path, found = str(SHM / name), set()
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(line.endswith(path) for line in (entry / "maps").read_text().splitlines()):
+                found.add(int(entry.name))
+            for fd in (entry / "fd").iterdir():
+                if os.readlink(fd) == path:
+                    found.add(int(entry.name))
+    return found
+
+
+def names_left(before, ours=descends, patience=1.0):
+    """Names in /dev/shm that are new since `before` and not another tree's: that of another user, or in use
+    by a live process that this one did not start, is not ours; nor is one that goes by itself meanwhile."""
+
+    def is_ours(name):
+        with contextlib.suppress(OSError):
+            if (SHM / name).stat().st_uid != os.getuid():
+                return False
+        users = holders(name)
+        return not users or any(ours(pid) for pid in users)
+
+    until = time.monotonic() + patience
+    while True:
+        left = {name for name in shm_names() - before if is_ours(name)}
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.05)
 
 
 def main(*tests):
@@ -479,7 +528,7 @@ def main(*tests):
         names, began = shm_names(), time.monotonic()
         try:
             test()
-            left = shm_names() - names
+            left = names_left(names)
             check(not left, f"names left in /dev/shm: {left}")
             print(f"ok   {test.__name__} ({time.monotonic() - began:.1f} s)")
         except Exception as error:

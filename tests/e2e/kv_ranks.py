@@ -224,7 +224,7 @@ def death(system, wants, most, victim, point):
         for process in pair.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            process.wait()
+            process.wait(30)
     harness.wait_until(lambda: group(system, "pair")["state"] == "absent", 10, "the pair's bytes are back")
     kv = books(system)
     one = next(g for g in kv["groups"] if g["model"] == "pair")

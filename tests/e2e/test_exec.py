@@ -206,7 +206,7 @@ def settings_of_the_command_line_are_handed_on():
         dump = result.stdout.decode()
         harness.check(result.returncode == 0, result.stderr.decode())
         plain = subprocess.run(
-            [str(harness.XPOOL), "config", "dump", "--json", *words[:4]], capture_output=True, text=True, env=clean()
+            [str(harness.XPOOL), "config", "dump", "--json", *words[:4]], capture_output=True, text=True, env=clean(), timeout=120
         ).stdout
         harness.check(dump == plain, "the configuration below exec is another one")
         # The program's own words are above those handed on.
@@ -252,7 +252,7 @@ def serve_says_what_it_lacks():
             for env, more in ((clean(XPOOL_PYTHON=python), ""), (clean(), f'python = "{python}"\n')):
                 path = write_config(folder, models(("a", "sglang", more)))
                 result = subprocess.run(
-                    [str(harness.XPOOL), "serve", "a", "--config", path], capture_output=True, text=True, env=env
+                    [str(harness.XPOOL), "serve", "a", "--config", path], capture_output=True, text=True, env=env, timeout=120
                 )
                 harness.check(result.returncode == 1, f"{python}: {result.returncode} {result.stderr}")
                 harness.check(text in result.stderr, f"{python}: {result.stderr}")
@@ -269,7 +269,7 @@ def serve_builds_the_command():
         text = 'atn.devices = ["cpu:0", "cpu:1"]\nffn.devices = ["cpu:2"]\n'
         config = write_config(folder, text + models(("a", "sglang", more)))
         result = subprocess.run(
-            [str(harness.XPOOL), "serve", "a", "--config", config], capture_output=True, text=True, env=clean()
+            [str(harness.XPOOL), "serve", "a", "--config", config], capture_output=True, text=True, env=clean(), timeout=120
         )
         harness.check(result.returncode == 0, result.stderr)
         lines = result.stdout.splitlines()

@@ -306,6 +306,24 @@ def dies_again_and_again():
         harness.check("Generations that computed nothing" in system.log(), "the last failure does not say why")
 
 
+def never_registers():
+    """Agents that end before they register, because the configuration cannot be read any more: a bounded
+    number of them, further and further apart, then the end, which says which agent and how."""
+    with system_of_two() as system:
+        system.start(120)
+        system.config.write_text("this is no configuration\n" + system.config.read_text())
+        began = time.monotonic()
+        os.kill(system.pid(FFN), signal.SIGKILL)
+        system.expect_end(1, 60)
+        took = time.monotonic() - began
+        started = system.log().count(f"{FFN} started again")
+        print(f"     {started} FfnAgents in {took:.1f} s")
+        harness.check(2 <= started <= 6, f"{started} FfnAgents were started")
+        harness.check(took > 3, f"{took:.1f} s are no pause")
+        harness.check("before it had registered" in system.log(), "the failure does not say why")
+        harness.check("ended with exit code 2" in system.log(), "the failure does not say how")
+
+
 def down_while_forming():
     """`xpool down`, and Ctrl-C, while requests wait for the next Generation: an ordered end with 0."""
     prompt = harness.golden()[0]
@@ -404,6 +422,7 @@ if __name__ == "__main__":
         nobody_comes,
         fall_together,
         dies_again_and_again,
+        never_registers,
         down_while_forming,
         killed_while_draining,
         checkpoint_changed,

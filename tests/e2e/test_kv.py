@@ -85,7 +85,7 @@ class Sampler:
 
     def __exit__(self, *_):
         self.stop.set()
-        self.thread.join()
+        self.thread.join(120)
 
     def now(self, model):
         return self.sample()[0].get(model, 0)

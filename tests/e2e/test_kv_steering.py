@@ -94,6 +94,16 @@ def commands():
             code, _, err = system.run("kv", *arguments)
             harness.check(code in (1, 2) and text in err, f"kv {arguments}: {code} {err}")
 
+        # The order of demands changes live, and a record with both replays.
+        for name in ("arrival", "deadline", "arrival"):
+            code, out, err = system.run("kv", "policy", name)
+            harness.check(code == 0 and name in out, f"kv policy {name}: {code} {out} {err}")
+            harness.check(shown(system)[0]["policy"] == name, f"the policy is not {name}")
+            system.generate("a", PROMPT, TOKENS)
+            system.run("kv", "trim", "--all")
+        code, _, err = system.run("kv", "policy", "static")
+        harness.check(code == 2 and "allowed: deadline, arrival" in err, f"kv policy static: {code} {err}")
+
         record = system.folder / "record"
         code, _, err = system.run("kv", "--record", str(record))
         harness.check(code == 0 and record.stat().st_size > 1000, err)

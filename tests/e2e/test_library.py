@@ -402,7 +402,7 @@ def traces(system):
     files = sorted((system.folder / "observe").glob("*.observe"))
     found = []
     for file in files:
-        done = subprocess.run([str(harness.XPOOL), "trace", str(file)], capture_output=True, text=True, check=True)
+        done = subprocess.run([str(harness.XPOOL), "trace", str(file)], capture_output=True, text=True, check=True, timeout=120)
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         found.append((rows[0], rows[1:]))
     return found
@@ -456,7 +456,7 @@ def installed():
     with tempfile.TemporaryDirectory(prefix="xpool-install-") as name:
         prefix = pathlib.Path(name)
         command = ["cmake", "--install", str(BUILD), "--prefix", name, "--component", "library"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         harness.check(done.returncode == 0, done.stdout + done.stderr)
         (pc,) = prefix.rglob("xpool.pc")
         library = pc.parent.parent
@@ -464,7 +464,7 @@ def installed():
             harness.check(file.exists(), f"{file.relative_to(prefix)} is not installed")
         env = {**os.environ, "PKG_CONFIG_PATH": str(pc.parent)}
         flags = subprocess.run(
-            ["pkg-config", "--cflags", "--libs", "xpool"], capture_output=True, text=True, check=True, env=env
+            ["pkg-config", "--cflags", "--libs", "xpool"], capture_output=True, text=True, check=True, env=env, timeout=120
         ).stdout.split()
         (source,) = prefix.rglob("examples/engine.c")
         strict = ["-Wall", "-Wextra", "-pedantic", "-Werror"]
@@ -472,17 +472,17 @@ def installed():
             program = prefix / ("engine-" + compiler[0])
             done = subprocess.run(
                 [*compiler, *strict, str(source), "-x", "none", "-o", str(program), *flags, "-lpthread"],
-                capture_output=True, text=True,
+                capture_output=True, text=True, timeout=120,
             )
             harness.check(done.returncode == 0, f"{compiler}: {done.stderr}")
             run = subprocess.run(
                 [str(program), "--config", "/nowhere.toml", "--model", "x"],
-                capture_output=True, text=True, env={**env, "LD_LIBRARY_PATH": str(library)},
+                capture_output=True, text=True, env={**env, "LD_LIBRARY_PATH": str(library)}, timeout=120,
             )
             harness.check(run.returncode == 1 and "/nowhere.toml" in run.stdout, f"{run.stdout}{run.stderr}")
         done = subprocess.run(
             [str(harness.ROOT / "scripts/check-symbols"), str(library / "libxpool.so.1")],
-            capture_output=True, text=True,
+            capture_output=True, text=True, timeout=120,
         )
         harness.check(done.returncode == 0, done.stdout + done.stderr)
 

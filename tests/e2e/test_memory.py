@@ -110,7 +110,7 @@ def harness_synth(path):
     command = [str(harness.XPOOL), "model", "synth", "--arch", "llama", "--out", str(path), "--seed", "5"]
     command += ["--layers", "6", "--hidden", "256", "--intermediate", "24576", "--heads", "4", "--kv-heads", "2"]
     command += ["--head-dim", "64", "--dtype", "f32"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout, result.stderr
 
 

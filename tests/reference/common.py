@@ -27,7 +27,7 @@ def synth(architecture, out, seed, **options):
     command = [str(XPOOL), "model", "synth", "--arch", architecture, "--out", str(out), "--seed", str(seed)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
     return pathlib.Path(out)
 
 

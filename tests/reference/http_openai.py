@@ -248,7 +248,8 @@ def seed(c):
         results[i] = c.complete(**one).choices[0].text
     threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
     [t.start() for t in threads]
-    [t.join() for t in threads]
+    [t.join(120) for t in threads]
+    need(not any(t.is_alive() for t in threads), "a completion has not ended after 120 s")
     need(set(results) == {first}, "a seed's text depends on the other requests")
 
 

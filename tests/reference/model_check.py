@@ -43,7 +43,7 @@ def check_fixtures(scratch):
         print(f"skipped the fixtures: {binary.name} was not built")
         return
     result = subprocess.run([str(binary)], capture_output=True, text=True,
-                            env={"XPOOL_TEST_FIXTURES": str(folder), "PATH": "/usr/bin:/bin"})
+                            env={"XPOOL_TEST_FIXTURES": str(folder), "PATH": "/usr/bin:/bin"}, timeout=600)
     check(result.returncode == 0 and "SKIPPED" not in result.stdout, "fixtures of gguf and safetensors")
     if result.returncode != 0:
         print(result.stdout, result.stderr)
@@ -51,7 +51,7 @@ def check_fixtures(scratch):
 
 def inspect(path):
     command = [str(common.XPOOL), "model", "inspect", str(path), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {result.stderr}")
     return json.loads(result.stdout)

@@ -182,7 +182,7 @@ def compare(name, command, template, count, calls, **variables):
     corpus = [t.replace("\0", "") for t in text_corpus.texts(7, 300, ["<|im_end|>", "</think>"])]
     lines = [conversation(rng, corpus, calls) for _ in range(count)]
     done = subprocess.run(command + ["--jsonl"], input="".join(json.dumps(line) + "\n" for line in lines),
-                          capture_output=True, encoding="utf-8", check=False)
+                          capture_output=True, encoding="utf-8", check=False, timeout=600)
     answers = [json.loads(line) for line in done.stdout.split("\n") if line]
     compiled = environment().from_string(template)
     bad = 0
@@ -201,7 +201,7 @@ def compare(name, command, template, count, calls, **variables):
 
 def name_of(xpool, path):
     done = subprocess.run([xpool, "chat-template", "--model", str(path), "--name"], capture_output=True,
-                          encoding="utf-8", check=False)
+                          encoding="utf-8", check=False, timeout=600)
     return done.stdout.strip() if done.returncode == 0 else None, done
 
 

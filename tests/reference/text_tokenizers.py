@@ -34,7 +34,7 @@ failures = 0
 def run(arguments, lines):
     """JSONL through xpool; returns the parsed answers."""
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    done = subprocess.run(arguments, input=text, capture_output=True, encoding="utf-8", check=False)
+    done = subprocess.run(arguments, input=text, capture_output=True, encoding="utf-8", check=False, timeout=600)
     answers = [json.loads(line) for line in done.stdout.split("\n") if line]
     if len(answers) != len(lines) or done.returncode != 0:
         bad = [a["error"] for a in answers if "error" in a][:3]
@@ -317,7 +317,7 @@ def gguf_refused(xpool, folder):
         path = folder / "refused.gguf"
         write_gguf(str(path), case.pop("kind"), tokens, types, **case)
         done = subprocess.run([xpool, "tokenize", "--model", str(path), "a"], capture_output=True, encoding="utf-8",
-                              check=False)
+                              check=False, timeout=600)
         if done.returncode != 1 or words not in done.stderr or "refused.gguf" not in done.stderr:
             print(f"  WRONG: {words}: exit {done.returncode} {done.stderr}")
             failures += 1

@@ -54,7 +54,7 @@ def checkpoint(family):
         command = [str(XPOOL), "model", "synth", "--arch", family, "--out", str(made)]
         for name, value in {**COMMON, **FAMILIES[family]}.items():
             command += [f"--{name}", str(value)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
         place = FOLDER / f"{family}-{digest(made)}"
         for old in FOLDER.glob(f"{family}-" + "[0-9a-f]" * 16):
             # Recent ones may be in use by a run of another build.

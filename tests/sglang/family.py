@@ -107,6 +107,13 @@ def ids_outside_the_vocabulary(system, truth, vocab):
         {"model": ID, "input_ids": [[1, 2, 3], [vocab]], "sampling_params": {"max_new_tokens": 4}},
         expect=400,
     )
+    for wrong in ({"top_logprobs_num": vocab + 1}, {"logprob_start_len": -5}, {"token_ids_logprob": [vocab]}):
+        body = {"model": ID, "input_ids": [1], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+        system.post("/generate", {**body, **wrong}, expect=400)
+    # SGLang would make all of these requests first.
+    for body in ({"n": 1 << 31}, {"best_of": 1, "n": 129}):
+        system.post("/v1/completions", {"model": ID, "prompt": [1, 2, 3], "max_tokens": 4, **body}, expect=400)
+    system.post("/generate", {"model": ID, "input_ids": [1], "sampling_params": {"n": 1 << 31}}, expect=400)
     expect_tokens(tokens(system, vocab, SOME[:1]), truth, "requests with ids outside the vocabulary")
 
 
@@ -244,7 +251,7 @@ def elastic(system, truth, vocab):
         check(not wrong, "; ".join(wrong))
     finally:
         stop.set()
-        thread.join()
+        thread.join(120)
     (after,) = system.kv(ID)
     grants = after["grants"] - trimmed["grants"]
     check(grants > 10 and max(trims) > min(trims), f"{grants} grants, {set(trims)} bytes in {len(trims)} trims")

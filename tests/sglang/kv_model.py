@@ -52,22 +52,23 @@ class Range:
         self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).view(SLOTS, self.token_bytes)
         self.bytes[mapped:] = FORBIDDEN
         self.address = self.bytes.data_ptr()
-        self.mapped = self.ceiling = mapped
+        self.mapped = self.ceiling = self.goal = mapped
         self.admit = 2**32 - 1
-        self.commands, self.reports, self.was_refused = [], [], False
+        self.commands, self.reports, self.released, self.was_refused = [], [], [], False
 
     def memory(self, size):
         return memoryview(self.buffer)[:size]
 
     def info(self):
         return types.SimpleNamespace(
-            ceiling_tokens=self.ceiling, mapped_tokens=self.mapped, admit_tokens=self.admit
+            ceiling_tokens=self.ceiling, mapped_tokens=self.mapped, admit_tokens=self.admit, goal_tokens=self.goal
         )
 
     def poll(self, step, least):
         if not self.commands:
             return None
         command = self.commands.pop(0)
+        self.goal = command.tokens
         if command.kind == kvs.GROW and command.tokens > self.mapped:
             self.grow(command.tokens)
         if command.tokens < self.mapped:
@@ -84,6 +85,7 @@ class Range:
 
     def release(self, slots, stream=0):
         self.untouched()
+        self.released.append(slots)
         if self.busy:
             self.busy -= 1
             return False
@@ -179,9 +181,9 @@ class GpuRange(Range):
         self.vmm = Vmm(SLOTS // BUNDLE)
         self.vmm.resize(mapped // BUNDLE)
         self.address = self.vmm.address
-        self.mapped = self.ceiling = mapped
+        self.mapped = self.ceiling = self.goal = mapped
         self.admit = 2**32 - 1
-        self.commands, self.reports, self.was_refused = [], [], False
+        self.commands, self.reports, self.released, self.was_refused = [], [], [], False
 
     def memory(self, size):
         raise AssertionError("a GPU's memory is no buffer")

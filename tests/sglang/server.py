@@ -117,7 +117,7 @@ class Server:
                 os.kill(target, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        self.process.wait()
+        self.process.wait(30)
         self.log.close()
 
     def healthy(self):

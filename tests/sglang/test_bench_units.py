@@ -239,8 +239,8 @@ for (int i = 0; i < 24; i++) printf("%.9g\\n", ffn_dummy_value(seed, i, ffn_dumm
         with tempfile.TemporaryDirectory() as folder:
             program = pathlib.Path(folder) / "dummy"
             program.with_suffix(".c").write_text(source)
-            subprocess.run(["cc", "-I", str(ROOT / "src"), "-o", str(program), f"{program}.c", "-lm"], check=True)
-            out = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+            subprocess.run(["cc", "-I", str(ROOT / "src"), "-o", str(program), f"{program}.c", "-lm"], check=True, timeout=120)
+            out = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=120).stdout
         want = numpy.array([float(word) for word in out.split()], dtype=numpy.float32).reshape(4, 6)
         numpy.testing.assert_allclose(sglang_spread.dummy("model.layers.1.mlp.gate.weight", 4, 6), want, rtol=1e-6)
 

@@ -5,7 +5,8 @@ decode, retraction, prefix cache and checks for leaks are SGLang's; a forward pa
 the rows of a request back and writes the next ones. The daemon is a random one: it shrinks and grows at any
 step, whatever is wanted, and grants what is wanted some time later, or not.
 
-Every request must end with the tokens that it would have had alone in a big cache.
+Every request must end with the tokens that it would have had alone in a big cache. Two tensor parallel ranks
+must be the same after every step: their slots, their prefix caches, what waits and what runs.
 """
 
 import array
@@ -30,6 +31,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -71,10 +73,11 @@ class Counts:
 
 
 class Simulation:
-    """With `overlap` a step's tokens are taken a round later, as on a GPU."""
+    """With `overlap` a step's tokens are taken a round later, as on a GPU. `others`: how often data parallel
+    ranks that are not here have a step in which this one takes part without rows."""
 
-    def __init__(self, mapped, kind="mha", overlap=False):
-        self.overlap = overlap
+    def __init__(self, mapped, kind="mha", overlap=False, ranks=1, others=0.0):
+        self.overlap, self.ranks, self.others = overlap, ranks, others
         self.kv = Range(mapped, make_bytes(kind))
         self.kv.ceiling = SLOTS
         self.mha = kind == "mha"
@@ -119,7 +122,7 @@ class Simulation:
         s.priority_scheduling_preemption_threshold = 0
         s.max_total_num_tokens = SLOTS - 1
         s.forward_ct = 0
-        s.ps = types.SimpleNamespace(attn_tp_size=1, pp_size=1)
+        s.ps = types.SimpleNamespace(attn_tp_size=self.ranks, pp_size=1)
         s.disaggregation_mode = plugin_mode()
         s.return_health_check_ipcs = []
         for name in "grammar_manager metrics_reporter load_inquirer dllm_manager".split():
@@ -128,7 +131,7 @@ class Simulation:
         s.grammar_manager.grammar_queue = []
         s.dllm_manager.any_staging_reqs.return_value = False
         s.load_inquirer._get_num_pending_tokens.return_value = 0
-        s.dp_attn_adapter = types.SimpleNamespace(maybe_prepare_mlp_sync_batch=lambda batch, **more: batch)
+        s.dp_attn_adapter = types.SimpleNamespace(maybe_prepare_mlp_sync_batch=self.with_others)
         s.ipc_channels = types.SimpleNamespace(
             send_to_tokenizer=types.SimpleNamespace(send_output=self.answer)
         )
@@ -154,6 +157,11 @@ class Simulation:
         )  # fmt: skip
         return s
 
+    def with_others(self, batch, **more):
+        if batch is None and random.random() < self.others:
+            return ScheduleBatch(reqs=[], forward_mode=ForwardMode.IDLE)
+        return batch
+
     def answer(self, output, request):
         self.answers[request.rid] = output.finished_reason
 
@@ -170,12 +178,12 @@ class Simulation:
 
     # --- one round of the loop -----------------------------------------------------------------------
 
-    def step(self):
-        """What event_loop_normal does."""
+    def step(self, told=()):
+        """What event_loop_normal does; `told`: what came with rank 0's broadcast."""
         self.now += STEP_NS
         scheduler, elastic = self.scheduler, self.elastic
         with mock.patch.object(plugin, "_elastic", elastic), mock.patch.object(plugin, "_kv", self.kv):
-            plugin._begin(scheduler, [])
+            plugin._begin(scheduler, list(told))
             chunked = scheduler.chunked_req
             batch = scheduler.get_next_batch_to_run()
             scheduler.cur_batch = batch
@@ -277,8 +285,115 @@ class Simulation:
 
     def wanted(self):
         """Slots of the demand reported last, 0 when there is none."""
-        report = self.kv.reports[-1]
+        report = self.kv.reports[-1] if self.kv.reports else {}
         return report["demand_tokens"] if report.get("demand") else 0
+
+
+class Votes:
+    """The daemon's commands for two ranks: both vote, rank 0 names the step of the switch (kv/channel.h)."""
+
+    def __init__(self, ranks):
+        self.ranks, self.commands, self.growing = ranks, collections.deque(), None
+        self.command = self.at = None
+
+    def poll(self, kv, step):
+        leads = kv is self.ranks[0]
+        if leads and self.growing is not None:
+            if None in self.mapped:
+                return None
+            trim, self.growing = self.growing, None
+            return kvs.Command(kvs.GROW, min(self.mapped), trim)
+        if self.command is None:
+            if not leads or not self.commands:
+                return None
+            self.command, self.at = self.commands.popleft(), None
+            self.voted, self.applied, self.mapped = set(), set(), [None, None]
+        self.voted.add(kv)
+        if leads and self.at is None and len(self.voted) == 2:
+            self.at = step + 2
+        if self.at is None or step < self.at or kv in self.applied:
+            return None
+        self.applied.add(kv)
+        command = self.command
+        kv.goal = command.tokens
+        if len(self.applied) == 2:
+            self.command = None
+        if command.tokens < kv.mapped or (command.tokens == kv.mapped and command.trim):
+            self.mapped[self.ranks.index(kv)] = kv.mapped
+            return command._replace(kind=kvs.SHRINK)
+        got = command.tokens if random.random() < 0.8 else random.randrange(kv.mapped, command.tokens + 1, BUNDLE)
+        if got > kv.mapped:
+            kv.grow(got)
+        self.mapped[self.ranks.index(kv)] = got
+        if leads:
+            self.growing = command.trim
+        return None
+
+
+class Pair:
+    """Two tensor parallel ranks. Their clocks differ, and their devices are slow at times."""
+
+    def __init__(self, mapped, kind, overlap):
+        self.both = [Simulation(mapped, kind, overlap, ranks=2) for _ in range(2)]
+        self.first, second = self.both
+        second.kv.leader, second.now = False, 10**12
+        self.votes = Votes([one.kv for one in self.both])
+        for one in self.both:
+            one.kv.poll = lambda step, least, kv=one.kv: self.votes.poll(kv, step)
+        self.counts = self.first.counts
+
+    def add(self, *arguments):
+        return [one.add(*arguments) for one in self.both]
+
+    def idle(self):
+        return self.first.scheduler.is_fully_idle()
+
+    def wanted(self):
+        return self.first.wanted()
+
+    def resize(self, slots):
+        if len(self.votes.commands) < 2:
+            self.votes.commands.append(kvs.Command(kvs.GROW, slots, random.random() < 0.1))
+
+    def step(self):
+        with mock.patch.object(plugin, "_elastic", self.first.elastic):
+            told = plugin._pull(lambda receiver: [], None)
+        states = []
+        for one in self.both:
+            one.now += random.randrange(STEP_NS)
+            one.kv.busy = random.choice((0, 0, 0, 1, 3))
+            batch = one.step(told)
+            states.append(state(one, batch))
+        for name, value in states[0].items():
+            assert states[1][name] == value, f"{name}: {value} and {states[1][name]}"
+
+
+def state(simulation, batch):
+    """Everything that must be the same in all ranks."""
+    scheduler, room = simulation.scheduler, simulation.elastic.room
+    allocator, tree, table = room.allocator, room.tree, room.table.req_to_token
+    nodes, stack = [], [tree.root_node]
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        nodes.append((list(node.key.token_ids), [int(slot) for slot in node.value], node.lock_ref))
+
+    def running(one):
+        return [] if one is None else [
+            (r.rid, list(r.output_ids), table[r.req_pool_idx, : r.kv_allocated_len].tolist())
+            for r in one.reqs if r.req_pool_idx is not None
+        ]  # fmt: skip
+
+    return {
+        "limits": (allocator.limit, allocator.lent, room.mapped, simulation.elastic.goal),
+        "free": (allocator.free_pages.tolist(), allocator.release_pages.tolist()),
+        "nodes": nodes,
+        "order of eviction": [n.key.token_ids for n in sorted(tree.evictable_leaves, key=lambda n: n.last_access_time)],
+        "waiting": [r.rid for r in scheduler.waiting_queue],
+        "running": running(scheduler.running_batch),
+        "batch": (batch and str(batch.forward_mode), running(batch)),
+        "chunked": scheduler.chunked_req and scheduler.chunked_req.rid,
+    }
 
 
 def make_bytes(kind):
@@ -336,10 +451,10 @@ def random_prompt(texts):
 
 
 class Histories(unittest.TestCase):
-    def history(self, seed, steps, grants, kind="mha", overlap=False):
+    def history(self, seed, steps, grants, kind="mha", overlap=False, others=0.0):
         """Random requests and commands; `grants`: how likely a demand is met in a step."""
         random.seed(seed)
-        simulation = Simulation(random.randrange(2, 6) * BUNDLE, kind, overlap)
+        simulation = Simulation(random.randrange(2, 6) * BUNDLE, kind, overlap, others=others)
         texts = [[random.randrange(VOCABULARY) for _ in range(70)] for _ in range(3)]
         requests = []
         for number in range(steps):
@@ -351,6 +466,7 @@ class Histories(unittest.TestCase):
             elif random.random() < grants and simulation.wanted() if simulation.kv.reports else False:
                 simulation.resize(max(whole(simulation.wanted()), BUNDLE))
             simulation.step()
+        simulation.others = 0.0
         # In the end the daemon gives what is wanted.
         for _ in range(3000):
             if simulation.scheduler.is_fully_idle():
@@ -373,10 +489,45 @@ class Histories(unittest.TestCase):
     def test_random_daemon_with_overlap(self):
         self.random_daemon(True)
 
-    def random_daemon(self, overlap):
+    def test_random_daemon_beside_data_parallel_ranks(self):
+        self.random_daemon(True, others=0.5)
+
+    def test_two_ranks(self):
+        self.two_ranks(False)
+
+    def test_two_ranks_with_overlap(self):
+        self.two_ranks(True)
+
+    def two_ranks(self, overlap):
+        for seed in range(int(os.environ.get("XPOOL_KV_HISTORIES", "4"))):
+            random.seed(1000 + seed)
+            pair = Pair(random.randrange(2, 6) * BUNDLE, ("mha", "mla")[seed % 2], overlap)
+            texts = [[random.randrange(VOCABULARY) for _ in range(70)] for _ in range(3)]
+            requests, sizes = [], set()
+            for number in range(250):
+                if random.random() < 0.25 and len(pair.first.scheduler.waiting_queue) < 6:
+                    requests += pair.add(f"r{number}", random_prompt(texts), random.randrange(1, 60))
+                if random.random() < 0.3:
+                    pair.resize(random.randrange(1, SLOTS // BUNDLE + 1) * BUNDLE)
+                elif random.random() < (0.3, 0.9)[seed // 2 % 2] and pair.wanted():
+                    pair.resize(max(whole(pair.wanted()), BUNDLE))
+                pair.step()
+                sizes.add(pair.first.kv.mapped)
+            for _ in range(3000):
+                if pair.idle():
+                    break
+                if pair.wanted() and pair.votes.command is None:
+                    pair.resize(whole(pair.wanted()))
+                pair.step()
+            self.assertTrue(pair.idle(), "requests were left over")
+            self.assertEqual([r.rid for r in requests if list(r.output_ids) != r.wanted], [], "other tokens")
+            self.assertGreater(len(sizes), 4, "the KV Cache hardly moved")
+            self.assertEqual([one.answers for one in pair.both], [{}, {}])
+
+    def random_daemon(self, overlap, others=0.0):
         held = chunks = 0
         for seed in range(int(os.environ.get("XPOOL_KV_HISTORIES", "6"))):
-            counts = self.history(seed, 300, (0.1, 0.5, 0.9)[seed % 3], ("mha", "mla")[seed % 2], overlap)
+            counts = self.history(seed, 300, (0.1, 0.5, 0.9)[seed % 3], ("mha", "mla")[seed % 2], overlap, others)
             held += counts.held
             chunks += counts.chunks_held
         self.assertGreater(held, 0, "no decode ever waited")
@@ -544,6 +695,36 @@ class Scenes(unittest.TestCase):
         # What is empty is handed out no more; the next command waits for the memory.
         self.assertEqual(seen, [(8, 2), (8, 2), (1, 1), (1, 1)])
 
+    def test_a_pause_in_the_middle_of_a_step_is_no_silence(self):
+        simulation = Simulation(8 * BUNDLE, overlap=True)
+        request = simulation.add("one", list(range(30)), 60)
+        self.run_until(simulation, lambda: len(request.output_ids) == 10)
+
+        def rounds(count):
+            """As SGLang's loop while it is paused in place: requests are taken, nothing else is done."""
+            for _ in range(count):
+                with mock.patch.object(plugin, "_elastic", simulation.elastic):
+                    plugin._begin(simulation.scheduler, [])
+
+        self.assertTrue(simulation.elastic.under_way())
+        del simulation.kv.released[:]
+        for goal in (2 * BUNDLE, BUNDLE):
+            simulation.command(kvs.SHRINK, goal)
+            rounds(5)
+        self.assertEqual(simulation.kv.released, [8 * BUNDLE] * 2)  # an answer to each
+        simulation.command(kvs.GROW, 9 * BUNDLE)
+        rounds(2)
+        self.assertEqual((simulation.kv.mapped, simulation.elastic.pending), (9 * BUNDLE, None))
+        simulation.command(kvs.SHRINK, 2 * BUNDLE)
+        rounds(5)
+        self.assertEqual(simulation.kv.mapped, 9 * BUNDLE)
+        simulation.step()
+        simulation.step()
+        self.assertEqual(simulation.kv.mapped, 3 * BUNDLE)
+        simulation.command(kvs.GROW, 9 * BUNDLE)
+        self.run_until(simulation, request.finished)
+        self.assertEqual(list(request.output_ids), request.wanted)
+
     def test_ranks_of_a_group_are_told_by_rank_0(self):
         first, second = Simulation(2 * BUNDLE), Simulation(2 * BUNDLE)
         second.kv.leader = False
@@ -552,6 +733,7 @@ class Scenes(unittest.TestCase):
         receiver = types.SimpleNamespace()
         first.command(kvs.GROW, 8 * BUNDLE)
         second.kv.grow(8 * BUNDLE)
+        second.kv.goal = 8 * BUNDLE
 
         def round_of_both():
             with mock.patch.object(plugin, "_elastic", first.elastic):
@@ -574,10 +756,16 @@ class Arguments(unittest.TestCase):
     def test_what_does_not_go_together_is_refused(self):
         good = server_arguments.get_global_server_args()
         plugin._check_arguments(good)
-        for name, value in (("page_size", 16), ("disable_overlap_schedule", False), ("enable_lmcache", True)):
+        for name, value in (("page_size", 16), ("enable_lmcache", True)):
             wrong = types.SimpleNamespace(**{**vars(good), name: value})
             with self.assertRaisesRegex(XpoolError, f"--{name.replace('_', '-')} is {value}.*; leave it at [^,]*$"):
                 plugin._check_arguments(wrong)
+
+        # Rounds without a broadcast are nobody's business but a group's of several ranks.
+        rare = {**vars(good), "scheduler_recv_interval": 2, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+        plugin._check_arguments(types.SimpleNamespace(**rare))
+        with self.assertRaisesRegex(XpoolError, "--scheduler-recv-interval is 2.*leave it at 1$"):
+            plugin._check_arguments(types.SimpleNamespace(**{**rare, "dp_size": 1}))
 
         good = types.SimpleNamespace(**{**vars(good), "attention_backend": "triton"})
         plugin._check_arguments(good, True)

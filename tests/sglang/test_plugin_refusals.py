@@ -90,10 +90,10 @@ class Scene:
             finally:
                 for pid in session(server.pid):
                     os.kill(pid, signal.SIGKILL)
-                server.wait()
+                server.wait(30)
                 if helper is not None:
                     helper.kill()
-                    helper.wait()
+                    helper.wait(30)
                 (self.folder / "daemon.sock").unlink(missing_ok=True)
         text = log.read_text(errors="replace")
         lines = [line for line in text.splitlines() if line.startswith("xpool: ")]

@@ -608,5 +608,80 @@ class Processes(unittest.TestCase):
         self.assertIn("xpool: libxpool cannot be loaded: ", done.stderr)
 
 
+class Senders(unittest.TestCase):
+    """Requests that only their sender is to blame for."""
+
+    def generate(self, parameters):
+        """What SGLang's generate_request would have been asked, or the ValueError that becomes a 400."""
+        import asyncio
+
+        from xpool.sglang import tokens
+
+        asked = []
+
+        async def original(manager, request):
+            asked.append(request)
+            yield "answer"
+
+        async def all_of():
+            request = types.SimpleNamespace(rid="r", sampling_params=parameters)
+            return [one async for one in tokens._generate(original, types.SimpleNamespace(), request)]
+
+        answers = asyncio.run(all_of())
+        self.assertEqual((answers, len(asked)), (["answer"], 1))
+
+    def validate(self, ids, parameters=None, **fields):
+        from xpool.sglang import tokens
+
+        manager = types.SimpleNamespace(model_config=types.SimpleNamespace(vocab_size=100), context_len=50)
+        values = {"return_logprob": False, "token_ids_logprob": None, "top_logprobs_num": 0, "logprob_start_len": -1}
+        request = types.SimpleNamespace(sampling_params=parameters or {}, **{**values, **fields})
+        return tokens._validate(lambda manager, request, ids: "asked", manager, request, ids)
+
+    def test_what_the_scheduler_would_fall_over(self):
+        logprobs = {"return_logprob": True, "token_ids_logprob": [0, 99], "top_logprobs_num": 100, "logprob_start_len": 0}
+        held_back = {"min_new_tokens": 2, "stop_token_ids": [1, 99]}
+        for answer in (
+            self.validate([0, 99]),
+            self.validate(None),
+            self.validate([1], **logprobs),
+            self.validate([1], held_back),
+            self.validate([1], {"stop_token_ids": [5000]}),
+            self.validate([1], top_logprobs_num=5000, token_ids_logprob=[-7]),
+        ):
+            self.assertEqual(answer, "asked")
+        for ids in ([100], [-1], [1 << 70], [None], ["a"], [[1]], [1.5]):
+            with self.assertRaisesRegex(ValueError, "not in the vocabulary of 100"):
+                self.validate(ids)
+            with self.assertRaisesRegex(ValueError, "of token_ids_logprob is not in"):
+                self.validate([1], **{**logprobs, "token_ids_logprob": ids})
+            with self.assertRaisesRegex(ValueError, "of stop_token_ids is not in"):
+                self.validate([1], {**held_back, "stop_token_ids": ids})
+        self.assertEqual(self.validate([1], {"logit_bias": {"5": 1, "6": -0.5}, "top_k": -1, "sampling_seed": 7}), "asked")
+        for wrong in ("x", None, [], float("nan"), float("inf")):
+            with self.assertRaisesRegex(ValueError, "logit_bias has values"):
+                self.validate([1], {"logit_bias": {"5": 1, "6": wrong}})
+        with self.assertRaisesRegex(ValueError, "logit_bias has values"):
+            self.validate([1], {"logit_bias": "x"})
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"):
+            for wrong in (1.5, "4", [4], 1 << 63, -(1 << 64)):
+                with self.assertRaisesRegex(ValueError, f"^{name} is .*; allowed is a whole number"):
+                    self.validate([1], {name: wrong})
+        for name, wrong in (("top_logprobs_num", (-1, 101, 1 << 31, None, "1")), ("logprob_start_len", (-2, 51, None))):
+            for value in wrong:
+                with self.assertRaisesRegex(ValueError, f"^{name} is "):
+                    self.validate([1], **{**logprobs, name: value})
+
+    def test_choices(self):
+        for count in (1, 2, 128):
+            self.generate({"n": count})
+        for parameters in (None, {}, [], [{}, {"n": 2}]):
+            self.generate(parameters)
+        for count in (0, -1, 129, 1 << 31, 1 << 80, None, "4", 1.5, [], True):
+            for parameters in ({"n": count}, [{"n": 1}, {"n": count}]):
+                with self.assertRaisesRegex(ValueError, "allowed is a number from 1 to 128"):
+                    self.generate(parameters)
+
+
 if __name__ == "__main__":
     unittest.main(verbosity=2)

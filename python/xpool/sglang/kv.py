@@ -7,12 +7,16 @@
     a decode without room       waits likewise; SGLang would retract requests, and end the last one
     idle                        the check for leaks knows what is lent out
 
-Where steps overlap (GPUs), one is under way while the next is prepared. What moves tokens, ends or retracts
-requests then waits until none is: for one round none is begun, and the one under way is taken to its end.
+Where steps overlap (as SGLang has it on GPUs), one is under way while the next is prepared. What moves
+tokens, ends or retracts requests then waits until none is: for one round none is begun, and the one under
+way is taken to its end.
 
 A step is one round of the scheduler's loop. Ranks of one group are in step, since each round begins with
 a broadcast from rank 0; what rank 0 alone knows (a grow that all have mapped, the ceiling of now, up to
-where it may admit, that patience is at an end) travels in it.
+where it may admit, that patience is at an end) travels in it. Everything else that decides about slots is
+the same in all of them: no clock, no address and no device that is slower takes part. Data parallel ranks
+are groups of their own: one that waits or pauses hands SGLang no batch, and takes part in the step of the
+others without rows.
 """
 
 import logging
@@ -42,7 +46,7 @@ _REFUSED = (
     ("radix_cache_backend", (None, ""), "only SGLang's own prefix cache is known"),
     ("disaggregation_decode_enable_radix_cache", (False,), "prefill and decode stay in one Instance"),
 )
-_REFUSED_ON_CPU = (("disable_overlap_schedule", (True,), "steps do not overlap there"),)
+_REFUSED_FOR_RANKS = (("scheduler_recv_interval", (1,), "its ranks meet at the beginning of every step"),)
 _REFUSED_ON_GPU = (
     ("attention_backend", ("triton",), "its layers are strided, which other backends do not expect"),
     ("decode_attention_backend", (None, "triton"), "its layers are strided"),
@@ -54,6 +58,7 @@ _REFUSED_ON_GPU = (
 PATIENCE_NS = 5_000_000_000
 REFUSED_PATIENCE_NS = 500_000_000  # when the daemon has said that there is none
 LAST_PATIENCE = 4  # times as long
+RELEASES = 150  # how often a rank of several asks its device, which looks for 0.2 s each time
 
 _TAG = "xpool-kv"  # the first item of what rank 0 adds to the requests of a round
 Word = namedtuple("Word", "ceiling admit retract grow trim")
@@ -73,7 +78,8 @@ class Elastic:
         self.step = 0
         info = self.kv.info()
         self.word = Word(info.ceiling_tokens, info.admit_tokens, False, 0, False)
-        self.pending = None  # a command to shrink that waits until no step is under way
+        self.pending = None  # a command to shrink that waits until no step is under way,
+        self.rounds = 0  # and for how many rounds it has
         self.pause = False  # no step is begun in this round
         self.owed = None  # slots that stay, of a release that the device was not ready for
         self.grown = None  # a grow that rank 0 has yet to tell
@@ -99,20 +105,35 @@ class Elastic:
         self.pause = False
         if self.owed is not None:
             self._release(self.owed)
-        command = self.kv.poll(self.step, self.room.needed()) if self.owed is self.pending is None else None
+        command = self.kv.poll(self.step, self.room.needed()) if self.owed is None else None
         if command is None:
             self._shrink_further()
         elif command.kind == kvs.SHRINK:
-            self.pending = command
+            self.pending, self.rounds = command, 0
         elif self.group_ranks > 1:
             self.grown = command
         else:
-            self._grow(command.tokens, command.trim)
-        if self.pending is not None and self._quiet():
-            self._shrink_to(self.pending)
             self.pending = None
+            self._grow(command.tokens, command.trim)
+        if self.pending is not None:
+            self._shrink_when_quiet()
         if self.kv.leader:
             self.report()
+
+    def _shrink_when_quiet(self):
+        if self._granted_since(self.pending.tokens):
+            self.pending = None
+        elif self._quiet():
+            self._shrink_to(self.pending)
+            self.pending = None
+        else:
+            self.rounds += 1
+            if self.rounds == 2:  # SGLang is paused in the middle of a step: what it has, it keeps until then
+                self._release(self.room.mapped)
+
+    def _granted_since(self, goal):
+        """Whether the ranks have mapped more than a shrink to `goal` leaves; rank 0 will tell how much."""
+        return self.group_ranks > 1 and self.kv.info().goal_tokens > goal
 
     def next_word(self):
         """What rank 0 says at the beginning of the next step."""
@@ -135,8 +156,17 @@ class Elastic:
         self.scheduler.running_batch.batch_is_full = False
 
     def _release(self, slots):
-        """Gives back what is above; a device that still works on it is asked again in the next step."""
-        self.owed = None if self.kv.release(slots, self.stream()) else slots
+        """Gives back what is above; a device that still works on it is asked again in the next step. Ranks of
+        one group wait instead: who takes the next command a step later is out of step for good."""
+        released = self.kv.release(slots, self.stream())
+        if self.group_ranks > 1:
+            asked = 1
+            while not released:
+                if asked == RELEASES:
+                    raise XpoolError(f"the GPU still works with KV slots that were given up, asked {asked} times")
+                released = self.kv.release(slots, self.stream())
+                asked += 1
+        self.owed = None if released else slots
 
     def stream(self):
         """On a GPU: behind everything that may use the KV Cache."""
@@ -172,6 +202,8 @@ class Elastic:
     def _shrink_further(self):
         """Live requests had more than the goal; they may have left some, or left it to the prefix cache."""
         if self.pending is not None or self.room.mapped <= self.goal or self._state() == self.left:
+            return
+        if self._granted_since(self.goal):
             return
         if self.under_way():
             # What decodes takes does not interrupt it; the daemon asks again, should that hide what others left.
@@ -440,7 +472,9 @@ class Elastic:
 
 def _check_arguments(arguments, gpu=False):
     otherwise = ', or set scheduler.kv_policy = "static" and restart the daemon' if gpu else ""
-    for name, allowed, reason in _REFUSED + (_REFUSED_ON_GPU if gpu else _REFUSED_ON_CPU):
+    ranks = arguments.tp_size // (arguments.dp_size if arguments.enable_dp_attention else 1)
+    refused = _REFUSED + (_REFUSED_ON_GPU if gpu else ()) + (_REFUSED_FOR_RANKS if ranks > 1 else ())
+    for name, allowed, reason in refused:
         value = getattr(arguments, name)
         if value not in allowed:
             raise XpoolError(

@@ -117,14 +117,16 @@ class Room:
 
     def _evict_from(self, first):
         """Evicts what only the cache holds from slot `first` on, leaf by leaf. A leaf that lies there in
-        part keeps what is in front of that."""
+        part keeps what is in front of that, and its age."""
         tree = self.tree
-        leaves = list(getattr(tree, "evictable_leaves", ()))
+        # Sets are ordered by addresses, which are others in every rank.
+        leaves = sorted(getattr(tree, "evictable_leaves", ()), key=lambda node: node.id)
         leaves = [one for one in zip(leaves, _beginnings(leaves, first), strict=True) if one[1] is not None]
         while leaves:
             leaf, kept = leaves.pop()
             if kept > 0:
-                tree._split_node(leaf.key, leaf, kept)
+                front = tree._split_node(leaf.key, leaf, kept)
+                front.last_access_time, front.creation_time = leaf.last_access_time, leaf.creation_time
             parent = leaf.parent
             self.allocator.free(leaf.value)
             tree._delete_leaf(leaf)

@@ -137,9 +137,9 @@ def deployment(arguments):
         from xpool.sglang import cuda
 
         cuda.check_arguments(arguments, info, dp)
-    if arguments.device == "cpu":
-        # Steps do not overlap there anyway, and KV memory changes hands between them.
-        arguments.disable_overlap_schedule = True
+    if os.environ.get("XPOOL_TEST_OVERLAP") and arguments.device == "cpu":
+        # `xpool serve` turns it off there, where it only costs a step a request.
+        arguments.disable_overlap_schedule = False
     # SGLang has divided the chunk by the DP size already, the number of requests not yet.
     _most("--max-running-requests", arguments.max_running_requests // dp, info.decode_rows, "decode_rows")
     chunk = arguments.chunked_prefill_size

@@ -12,7 +12,6 @@ CUDA_IMAGE_DECLARE(ffn_decode);
 CUDA_IMAGE_DECLARE(ffn_bulk);
 CUDA_IMAGE_DECLARE(ffn_grouped);
 
-#define KERNELS_CAPABILITY 90
 #define KERNELS_ALIGNMENT  256u
 #define KERNELS_SHARE_MOST 1.11 /* times the equal share */
 
@@ -67,7 +66,7 @@ xp_status_t ffn_cuda_kernels_load(const cuda_device_t *device, uint32_t blocks,
     ffn_cuda_kernels_t loaded = {.device = device};
     const uint32_t multiprocessors = (uint32_t)device->info.multiprocessors;
     xp_status_t status;
-    if (device->info.capability != KERNELS_CAPABILITY)
+    if (device->info.capability != FFN_CUDA_CAPABILITY)
         return xp_fail(XP_UNSUPPORTED,
                        "cuda:%d (%s) has compute capability %d.%d; the FFN kernels need 9.0",
                        device->ordinal, device->info.name, device->info.capability / 10,

@@ -13,6 +13,8 @@
 #include "cuda/device.h"
 #include "ffn/cuda/tables.h"
 
+#define FFN_CUDA_CAPABILITY 90 /* compute capability 9.0; no other device runs them */
+
 enum {
     FFN_KERNEL_BULK_BEGIN = 0,
     FFN_KERNEL_BULK_ROUTE,

@@ -747,6 +747,105 @@ static void an_instance_that_never_starts_serving_is_dropped_by_its_deadline(voi
     close(ffn);
 }
 
+/* `xpool up` says so; an agent that had registered is not counted once more. */
+static xpw_Verdict agent_ended(fixture_t *f, xpw_Role role, const char *device, uint32_t pid)
+{
+    xpw_Envelope report = {.which_body = xpw_Envelope_agent_ended_tag}, answer;
+    report.body.agent_ended.role = role;
+    report.body.agent_ended.pid = pid;
+    snprintf(report.body.agent_ended.device, sizeof(report.body.agent_ended.device), "%s", device);
+    snprintf(report.body.agent_ended.how, sizeof(report.body.agent_ended.how),
+             "ended with exit code 2");
+    assert_int_equal(
+        client_ask(f->config, "test", &report, xpw_Envelope_verdict_tag, PATIENCE_NS, &answer),
+        XP_OK);
+    return answer.body.verdict;
+}
+
+static void agents_that_end_before_they_register_are_counted(void **state)
+{
+    fixture_t *f = *state;
+    int atn, ffn;
+    agents(f, &atn, &ffn);
+    served_t served = serve(f, atn);
+    agent_ended(f, xpw_Role_ROLE_FFNAGENT, "cpu:1", 1); /* this Generation has all that it needs */
+    assert_string_equal(check(f).state, "READY");
+    close(ffn);
+    expect(atn, xpw_Envelope_failure_tag, NULL);
+    close(atn);
+    close(served.socket); /* the end of all is not to be this process's */
+    transport_client_destroy(served.client);
+    for (int i = 0; i < 10; i++) {
+        agent_ended(f, xpw_Role_ROLE_FFNAGENT, "cpu:1", (uint32_t)getpid());
+        agent_ended(f, xpw_Role_ROLE_FFNAGENT, "cpu:7", 1);
+        agent_ended(f, xpw_Role_ROLE_GATEWAY, "cpu:1", 1);
+    }
+    int others = 0;
+    xpw_Verdict verdict = {.failure = ""};
+    while (!verdict.failure[0] && others++ < 10)
+        verdict = agent_ended(f, xpw_Role_ROLE_FFNAGENT, "cpu:1", 1);
+    assert_in_range(others, 3, 6);
+    if (!strstr(verdict.failure, "ffnagent cpu:1") || !strstr(verdict.failure, "exit code 2") ||
+        !strstr(verdict.failure, "before it had registered") ||
+        !strstr(verdict.failure, "attempts at Generations that computed nothing"))
+        fail_msg("\"%s\" does not say what happened", verdict.failure);
+    assert_int_equal(exit_code(f), 1);
+}
+
+/* A process that wants to leave and stays: the end of its process, by whom. */
+static void expect_killed(pid_t pid)
+{
+    int status = 0;
+    for (int i = 0; i < 500; i++) {
+        pid_t ended = waitpid(pid, &status, WNOHANG);
+        if (ended == pid) {
+            assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+            return;
+        }
+        assert_int_equal(ended, 0);
+        sleep_ms(10);
+    }
+    kill(pid, SIGKILL);
+    waitpid(pid, &status, 0);
+    fail_msg("a process that was told to end is still there");
+}
+
+static void who_leaves_alone_has_a_deadline_too(void **state)
+{
+    fixture_t *f = *state;
+    int first, waiting, gateway;
+    pid_t first_pid = fork_peer(f, xpw_Role_ROLE_INSTANCE, "m", &first);
+    expect(first, xpw_Envelope_admitted_tag, NULL);
+    simple(first, xpw_Envelope_leave_tag);
+    assert_int_equal(expect(first, xpw_Envelope_stop_tag, NULL).body.stop.phase,
+                     xpw_StopPhase_STOP_DRAIN);
+    /* Its successor waits for its end, and leaves as well. */
+    pid_t waiting_pid = fork_peer(f, xpw_Role_ROLE_INSTANCE, "m", &waiting);
+    simple(waiting, xpw_Envelope_leave_tag);
+    assert_int_equal(expect(waiting, xpw_Envelope_stop_tag, NULL).body.stop.phase,
+                     xpw_StopPhase_STOP_FINALIZE);
+    pid_t gateway_pid = fork_peer(f, xpw_Role_ROLE_GATEWAY, "127.0.0.1:1", &gateway);
+    simple(gateway, xpw_Envelope_leave_tag);
+    expect_killed(waiting_pid);
+    expect_killed(gateway_pid);
+    expect_killed(first_pid);
+    close(first);
+    close(waiting);
+    close(gateway);
+    sleep_ms(200);
+    xpw_Verdict verdict = check(f);
+    assert_true(has_reason(&verdict, "model m"));
+    assert_string_equal(verdict.failure, "");
+    /* An agent without Instances as well; the daemon stays. */
+    int agent;
+    pid_t agent_pid = fork_peer(f, xpw_Role_ROLE_ATNAGENT, "cpu:0", &agent);
+    simple(agent, xpw_Envelope_leave_tag);
+    expect_killed(agent_pid);
+    close(agent);
+    assert_int_equal(kill(f->daemon, SIGTERM), 0);
+    assert_int_equal(exit_code(f), 0);
+}
+
 static void agents_that_never_register_fail_the_generation(void **state)
 {
     fixture_t *f = *state;
@@ -781,6 +880,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(
             an_instance_that_never_starts_serving_is_dropped_by_its_deadline, setup_short,
             teardown),
+        cmocka_unit_test_setup_teardown(agents_that_end_before_they_register_are_counted,
+                                        setup_reform, teardown),
+        cmocka_unit_test_setup_teardown(who_leaves_alone_has_a_deadline_too, setup, teardown),
         cmocka_unit_test_setup_teardown(agents_that_never_register_fail_the_generation, setup_short,
                                         teardown),
     };

@@ -249,32 +249,24 @@ static void answer_health(int listener, const char *line)
 /* ---- system ------------------------------------------------------------------------------------
  */
 
-static uint16_t free_port(void)
-{
-    uint16_t port;
-    close(listen_health(&port));
-    return port;
-}
-
 /* The daemon, and agents that joined and can execute. `root`: more settings; `setting`: more of the
  * [[models]] entry. */
 static void start_with(fixture_t *f, const char *root, const char *setting)
 {
-    char path[128], socket_path[128], http[64];
+    char path[128], socket_path[128];
     *f = (fixture_t){.daemon = 0};
     snprintf(f->folder, sizeof(f->folder), "/tmp/xpool-ranks-XXXXXX");
     assert_non_null(mkdtemp(f->folder));
     snprintf(path, sizeof(path), "%s/c.toml", f->folder);
     snprintf(socket_path, sizeof(socket_path), "%s/d.sock", f->folder);
-    snprintf(http, sizeof(http), "127.0.0.1:%u", free_port());
     FILE *file = fopen(path, "w");
     fprintf(file,
-            "daemon.socket = '%s'\ndaemon.http = '%s'\natn.devices = ['cpu:0', 'cpu:1']\n"
+            "daemon.socket = '%s'\ndaemon.http = '127.0.0.1:0'\natn.devices = ['cpu:0', 'cpu:1']\n"
             "ffn.devices = ['cpu:2']\nlogging.level = 'error'\ndeadlines.drain = 5\n%s\n"
             "[devices.'cpu:0']\nmemory = '256MiB'\n[devices.'cpu:1']\nmemory = '256MiB'\n"
             "[devices.'cpu:2']\nmemory = '256MiB'\n"
             "[[models]]\nid = 'm'\npath = '%s'\n%s\n",
-            socket_path, http, root, MODEL, setting);
+            socket_path, root, MODEL, setting);
     fclose(file);
     config_overrides_t overrides = {.config_path = path};
     assert_int_equal(config_load(&overrides, &f->config), XP_OK);
@@ -345,7 +337,7 @@ static void expect_http(const fixture_t *f, const char *path, const char *text)
     static char answer[65536];
     char request[128];
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    address.sin_port = htons((uint16_t)atoi(strrchr(f->config->daemon.http, ':') + 1));
+    address.sin_port = htons((uint16_t)verdict_of(f).http_port);
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     assert_int_equal(connect(fd, (struct sockaddr *)&address, sizeof(address)), 0);
     int length = snprintf(request, sizeof(request), "GET %s HTTP/1.0\r\n\r\n", path);

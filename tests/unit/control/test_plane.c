@@ -48,7 +48,8 @@ static int fake_devices(void)
 {
     alarm(60);
     if (!getenv("TEST_MUTE")) {
-        printf("{\"devices\": [{\"device\": \"cuda:0\", \"memory_bytes\": 4096}]}\n");
+        printf("{\"devices\": [{\"device\": \"cuda:0\", \"memory_bytes\": 4096},"
+               " {\"device\": \"cuda:1\", \"memory_bytes\": 4096, \"ffn\": false}]}\n");
         fclose(stdout);
     }
     pause();
@@ -186,29 +187,38 @@ static void answers_of_the_driver_are_understood(void **state)
     static const char two[] = "{\"devices\": [{\"device\": \"cpu:N\", \"memory_bytes\": 5},"
                               " {\"device\": \"cuda:0\", \"memory_bytes\": 150754820096},"
                               " {\"device\": \"cuda:1\", \"memory_bytes\": 7}]}";
-    assert_int_equal(gpus_memory_parse(two, 1, &bytes), XP_OK);
+    assert_int_equal(gpus_memory_parse(two, 1, true, &bytes), XP_OK);
     assert_true(bytes == 7);
-    assert_int_equal(gpus_memory_parse(two, 0, &bytes), XP_OK);
+    assert_int_equal(gpus_memory_parse(two, 0, true, &bytes), XP_OK);
     assert_true(bytes == 150754820096ull);
-    assert_int_equal(gpus_memory_parse(two, 2, &bytes), XP_NOT_FOUND);
+    assert_int_equal(gpus_memory_parse(two, 2, true, &bytes), XP_NOT_FOUND);
     assert_non_null(strstr(xp_error_last()->text, "shows no such GPU"));
-    assert_int_equal(
-        gpus_memory_parse("{\"devices\": [], \"cuda_unavailable\": \"no libcuda\"}", 0, &bytes),
-        XP_NOT_FOUND);
+    assert_int_equal(gpus_memory_parse("{\"devices\": [], \"cuda_unavailable\": \"no libcuda\"}", 0,
+                                       false, &bytes),
+                     XP_NOT_FOUND);
     assert_non_null(strstr(xp_error_last()->text, "cuda:0: no libcuda"));
-    assert_int_equal(gpus_memory_parse("{", 0, &bytes), XP_PEER);
-    assert_int_equal(gpus_memory_parse("[]", 0, &bytes), XP_NOT_FOUND);
+    assert_int_equal(gpus_memory_parse("{", 0, false, &bytes), XP_PEER);
+    assert_int_equal(gpus_memory_parse("[]", 0, false, &bytes), XP_NOT_FOUND);
+
+    /* A GPU that computes attention only is refused before anything is started. */
+    static const char older[] = "{\"devices\": [{\"device\": \"cuda:1\", \"memory_bytes\": 7,"
+                                " \"name\": \"NVIDIA A100\", \"compute_capability\": \"8.0\","
+                                " \"ffn\": false}]}";
+    assert_int_equal(gpus_memory_parse(older, 1, false, &bytes), XP_OK);
+    assert_int_equal(gpus_memory_parse(older, 1, true, &bytes), XP_UNSUPPORTED);
+    assert_non_null(strstr(xp_error_last()->text, "cuda:1 is in ffn.devices, and NVIDIA A100 of "
+                                                  "compute capability 8.0"));
 
     config_t *config = deployment("'cuda:0'", "'cuda:1'", "devices.'cuda:1'.memory = '1GiB'\n", "");
     setenv(GPUS_MEMORY_VARIABLE, "3=1,0=4096", 1);
-    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_OK);
+    assert_int_equal(gpus_memory(config, &config->atn[0], &bytes), XP_OK);
     assert_true(bytes == 4096);
-    assert_int_equal(gpus_memory(&config->ffn[0], &bytes), XP_OK);
+    assert_int_equal(gpus_memory(config, &config->ffn[0], &bytes), XP_OK);
     assert_true(bytes == 1ull << 30); /* the configuration comes first */
     assert_int_equal(gpus_memory_hand_on(config), XP_OK);
     assert_string_equal(getenv(GPUS_MEMORY_VARIABLE), "0=4096");
     setenv(GPUS_MEMORY_VARIABLE, "nonsense", 1);
-    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_UNSUPPORTED);
+    assert_int_equal(gpus_memory(config, &config->atn[0], &bytes), XP_UNSUPPORTED);
     unsetenv(GPUS_MEMORY_VARIABLE);
     config_destroy(config);
 }
@@ -581,13 +591,19 @@ static void nobody_waits_for_the_driver_without_a_limit(void **state)
     uint64_t bytes = 0, began_ns = xp_monotonic_ns();
     config_t *config = deployment("'cuda:0'", "'cuda:1'", "devices.'cuda:1'.memory = '1GiB'\n", "");
     gpus_ask_own_program(500 * XP_NS_PER_MS);
-    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_OK);
+    assert_int_equal(gpus_memory(config, &config->atn[0], &bytes), XP_OK);
     assert_true(bytes == 4096);
     setenv("TEST_MUTE", "1", 1);
-    assert_int_equal(gpus_memory(&config->atn[0], &bytes), XP_UNSUPPORTED);
+    assert_int_equal(gpus_memory(config, &config->atn[0], &bytes), XP_UNSUPPORTED);
     assert_non_null(strstr(xp_error_last()->text, "did not answer within 0.5 s"));
     unsetenv("TEST_MUTE");
     assert_true(xp_monotonic_ns() - began_ns < 5 * XP_NS_PER_S);
+    config_destroy(config);
+    /* Planning with less memory does not make it an FFN device. */
+    config = deployment("'cuda:0'", "'cuda:1'", "", "");
+    assert_int_equal(gpus_memory(config, &config->ffn[0], &bytes), XP_UNSUPPORTED);
+    assert_non_null(strstr(xp_error_last()->text, "cuda:1 is in ffn.devices"));
+    assert_null(strstr(xp_error_last()->text, "set devices."));
     config_destroy(config);
 }
 

@@ -364,7 +364,7 @@ static void test_kept_weights(void **state)
     ffn_install_t install = install_of(f);
     install.report = &report;
     install.refused = count_refusal;
-    install.progress_context = &refused;
+    install.refused_context = &refused;
     install.readers = 3;
     assert_int_equal(ffn_runtime_export(runtime, install.model, &kept), XP_NOT_FOUND);
     install_ok(runtime, &install);

@@ -301,6 +301,28 @@ static void grants_by_memset_that_fail(void **state)
     every_failed_call_leaves_a_prefix((kv_clearing_t){.piece_mib = 1});
 }
 
+/* What a faulting kernel leaves behind is no shortage, which would be asked again for ever. */
+static void a_lost_device_is_no_shortage(void **state)
+{
+    (void)state;
+    static const char *const calls[] = {"cuMemCreate", "cuMemMap", "cuMemSetAccess",
+                                        "cuLaunchKernel", "cuStreamQuery"};
+    kv_backing_clearing((kv_clearing_t){.blocks = 16, .piece_mib = 256});
+    for (size_t i = 0; i < sizeof(calls) / sizeof(*calls); i++) {
+        kv_backing_t *backing;
+        assert_int_equal(make_cuda(8, 0, &backing), XP_OK);
+        fake.fail_name = calls[i];
+        fake.fail_result = CUDA_RESULT_ILLEGAL_ADDRESS;
+        assert_int_equal(kv_backing_resize(backing, 4), XP_FATAL);
+        assert_string_equal(fake.failed, calls[i]);
+        assert_int_equal(kv_backing_mapped(backing), 0);
+        fake.fail_name = NULL;
+        fake.fail_result = 0;
+        kv_backing_destroy(backing);
+        assert_int_equal(fake_objects(), 0);
+    }
+}
+
 static void device_sizes_are_checked(void **state)
 {
     (void)state;
@@ -324,7 +346,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(whole_grants_that_fail, device_open, device_close),
         cmocka_unit_test_setup_teardown(grants_in_pieces_that_fail, device_open, device_close),
         cmocka_unit_test_setup_teardown(grants_by_memset_that_fail, device_open, device_close),
-
+        cmocka_unit_test_setup_teardown(a_lost_device_is_no_shortage, device_open, device_close),
         cmocka_unit_test_setup_teardown(device_sizes_are_checked, device_open, device_close),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

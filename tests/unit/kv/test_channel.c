@@ -215,6 +215,12 @@ static void strides_of_tokens_leave_small_bundles(void **state)
     assert_int_equal(kv_token_stride(163840, granule), 163840);
     assert_int_equal(kv_token_stride(31104, granule), 31744);
     assert_int_equal(kv_token_stride(54144, granule), 55296);
+    /* Any other: a sixteenth at most. */
+    for (uint64_t token = 2; token < 1u << 20; token += 62) {
+        uint64_t stride = kv_token_stride(token, granule);
+        assert_true(stride >= token && (stride - token) * 16 < token);
+        assert_true(stride * kv_bundle_tokens(stride, 16, 32u << 20, granule) <= 64u << 20);
+    }
 }
 
 int main(void)

@@ -423,6 +423,38 @@ static void sizes_are_set_together_or_not_at_all(void **state)
     assert_int_equal(channel->groups[1].floor_bundles, 20);
 }
 
+/* Only one of both fits: the one that came first or the one that is due first. */
+static void the_order_of_demands_changes_live(void **state)
+{
+    for (uint32_t turn = 0; turn < 2; turn++) {
+        if (turn) {
+            done(state);
+            fresh(state);
+        }
+        begin();
+        assert_int_equal(kv_market_order(&market, turn ? KV_POLICY_DEADLINE : KV_POLICY_ARRIVAL),
+                         XP_OK);
+        kv_report_t early = {.live_bundles = 5,
+                             .running = true,
+                             .demand_kind = KV_DEMAND_PREFILL,
+                             .demand_bundles = 40,
+                             .demand_since_ns = now,
+                             .demand_deadline_ns = now + 1000 * MS,
+                             .earliest_deadline_ns = KV_NO_DEADLINE};
+        kv_report_t urgent = early;
+        urgent.demand_bundles = 60;
+        urgent.demand_since_ns = now + 1;
+        urgent.demand_deadline_ns = now + 10 * MS;
+        kv_group_report_write(&channel->groups[0], &early);
+        kv_group_report_write(&channel->groups[1], &urgent);
+        steps();
+        assert_int_equal(kv_group_command(&channel->groups[0]).bundles, turn ? 5 : 40);
+        assert_int_equal(kv_group_command(&channel->groups[1]).bundles, turn ? 60 : 5);
+    }
+    market.settings.mode = KV_POLICY_STATIC;
+    assert_int_equal(kv_market_order(&market, KV_POLICY_ARRIVAL), XP_UNSUPPORTED);
+}
+
 static void floors_of_others_bound_a_ceiling(void **state)
 {
     begin();
@@ -516,6 +548,35 @@ static int fresh_gpu(void **state)
     settings.rank_bytes[1] = 20 * 16;
     kv_market_init(&market, channel, &settings);
     return 0;
+}
+
+/* What a rank writes as its demand's kind is a number of a peer's. */
+static void kinds_of_demands(void **state)
+{
+    begin_with_a_grant(); /* group 0 holds 30 and uses 5 of them */
+    kv_report_t wish = {.live_bundles = 5,
+                        .demand_bundles = 20,
+                        .demand_since_ns = now,
+                        .demand_deadline_ns = KV_NO_DEADLINE,
+                        .earliest_deadline_ns = KV_NO_DEADLINE};
+    for (uint64_t kind = KV_DEMAND_CACHE + 1; kind < 1ull << 40; kind <<= 8) {
+        wish.demand_kind = kind;
+        kv_group_report_write(&channel->groups[1], &wish);
+        steps();
+        assert_int_equal(kv_group_command(&channel->groups[1]).sequence, 1);
+    }
+    /* A prefix cache gets free memory, and nobody's. */
+    wish.demand_kind = KV_DEMAND_CACHE;
+    kv_group_report_write(&channel->groups[1], &wish);
+    steps();
+    assert_int_equal(kv_group_command(&channel->groups[1]).bundles, 20);
+    answer(2, 0);
+    steps();
+    wish.demand_bundles = POOL - 60 + 1;
+    kv_group_report_write(&channel->groups[1], &wish);
+    steps();
+    assert_int_equal(kv_group_command(&channel->groups[1]).sequence, 2);
+    assert_int_equal(kv_group_command(&channel->groups[0]).bundles, 30);
 }
 
 static void captured(uint32_t partition, uint32_t free_bundles)
@@ -648,10 +709,12 @@ int main(void)
                                         done),
         cmocka_unit_test_setup_teardown(floors_and_ceilings_change_live, fresh, done),
         cmocka_unit_test_setup_teardown(sizes_are_set_together_or_not_at_all, fresh, done),
+        cmocka_unit_test_setup_teardown(the_order_of_demands_changes_live, fresh, done),
         cmocka_unit_test_setup_teardown(floors_of_others_bound_a_ceiling, fresh, done),
         cmocka_unit_test_setup_teardown(a_floor_of_somebody_absent_is_kept_once_it_is_free, fresh,
                                         done),
         cmocka_unit_test_setup_teardown(trims_wait_for_their_turn, fresh, done),
+        cmocka_unit_test_setup_teardown(kinds_of_demands, fresh, done),
         cmocka_unit_test_setup_teardown(refusals_and_squeezes_are_told, fresh, done),
         cmocka_unit_test_setup_teardown(nobody_grows_before_all_have_captured, fresh_gpu, done),
         cmocka_unit_test_setup_teardown(a_pool_is_never_more_than_planned, fresh_gpu, done),

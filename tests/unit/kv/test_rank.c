@@ -206,12 +206,15 @@ static void ranks_switch_together(void **state)
         uint32_t step, sequence, bundles;
     } log[RANKS][LOG];
     uint32_t logged[RANKS] = {0}, step[RANKS] = {0}, least[RANKS] = {1, 1, 1}, sequence = 1;
+    bool trims[COMMANDS + 1] = {false};
     set_up(RANKS);
     start();
     srand(11);
     while (sequence < COMMANDS || logged[0] == 0 || log[0][logged[0] - 1].sequence != COMMANDS) {
-        if (sequence < COMMANDS && rand() % 4 == 0)
-            kv_group_command_publish(f.group, ++sequence, 1 + (uint32_t)rand() % 50, false);
+        if (sequence < COMMANDS && rand() % 4 == 0) {
+            trims[++sequence] = rand() % 3 == 0;
+            kv_group_command_publish(f.group, sequence, 1 + (uint32_t)rand() % 50, trims[sequence]);
+        }
         uint32_t r = (uint32_t)rand() % RANKS, slowest = UINT32_MAX;
         for (uint32_t i = 0; i < RANKS; i++)
             slowest = step[i] < slowest ? step[i] : slowest;
@@ -222,14 +225,15 @@ static void ranks_switch_together(void **state)
         const uint32_t goal = f.ranks[r].goal;
         kv_command_t command;
         if (kv_rank_poll(&f.ranks[r], step[r], least[r], &command)) {
-            assert_true(logged[r] < LOG);
+            assert_true(logged[r] < LOG && command.sequence <= COMMANDS);
+            assert_int_equal(command.trim, trims[command.sequence]);
             log[r][logged[r]].step = step[r];
             log[r][logged[r]].sequence = command.sequence;
             log[r][logged[r]++].bundles = command.bundles;
             /* What it voted for a shrink is what it can reach; the common goal is no lower. */
             uint64_t vote = kv_partition_vote_read(f.ranks[r].partition);
             if (command.bundles < goal)
-                assert_true(command.bundles >= KV_CELL_VALUE(vote));
+                assert_true(command.bundles >= (KV_CELL_VALUE(vote) & ~KV_COMMAND_TRIM));
             kv_rank_complete(&f.ranks[r], command.bundles);
         }
     }

@@ -373,6 +373,15 @@ static void the_verdict_is_what_the_kernels_met(void **state)
     assert_int_equal(fake_objects(), 0);
 }
 
+static library_device_t *marking;
+
+/* The stream comes to its copy: until then the mark is open, whatever its place in the ring held.
+ */
+static void mark_is_open(void)
+{
+    assert_int_equal(marking->marks[marking->mark_count % MARKS].status, MARK_OPEN);
+}
+
 static void a_mark_tells_how_its_pass_ended(void **state)
 {
     library_device_t *device = rank_of(1);
@@ -397,8 +406,11 @@ static void a_mark_tells_how_its_pass_ended(void **state)
     device->marks[first % MARKS].status = MARK_OPEN;
     assert_int_equal(library_device_look(device, first, SOON), XP_RETRY);
 
+    marking = device;
+    fake.before_read = mark_is_open;
     for (uint32_t i = 0; i < MARKS; i++)
         assert_int_equal(library_device_mark(device, stream, &mark), XP_OK);
+    fake.before_read = NULL;
     assert_int_equal(library_device_look(device, second, SOON), XP_INVALID);
     assert_non_null(strstr(xp_error_last()->text, "are kept"));
 
@@ -461,9 +473,31 @@ static void the_engines_own_context_stays_current(void **state)
     cuda_context_t other = (cuda_context_t)(uintptr_t)0x77, now = NULL;
     fake_driver.cuCtxSetCurrent(other);
     xpool_ffn_call_t call = call_of(1);
-    assert_int_equal(library_device_ffn(device, &call), XP_OK);
-    fake_driver.cuCtxGetCurrent(&now);
-    assert_ptr_equal(now, other);
+    xpool_live_t live = {.rows = 1, .step = XPOOL_DECODE};
+    library_device_counts_t counts;
+    uint64_t mark;
+    for (int i = 0; i < 8; i++) {
+        xp_status_t status = XP_OK;
+        if (i == 0)
+            status = library_device_ffn(device, &call);
+        else if (i == 1)
+            status = library_device_live(device, &live, NULL);
+        else if (i == 2)
+            status = library_device_finish(device, SOON);
+        else if (i == 3)
+            status = library_device_mark(device, NULL, &mark);
+        else if (i == 4)
+            status = library_device_look(device, mark, SOON);
+        else if (i == 5)
+            library_device_counts(device, SOON, &counts);
+        else if (i == 6)
+            status = library_device_count_anew(device, SOON);
+        else
+            library_device_close(device, XP_CLOSED);
+        assert_int_equal(status, XP_OK);
+        fake_driver.cuCtxGetCurrent(&now);
+        assert_ptr_equal(now, other);
+    }
     library_device_destroy(device);
     fake_driver.cuCtxGetCurrent(&now);
     assert_ptr_equal(now, other);

@@ -222,7 +222,7 @@ static void test_newest_command_counts(void **state)
 static void test_two_ranks(void **state)
 {
     xpool_kv_command_t out;
-    uint32_t step = 0, told = 0;
+    uint32_t step = 0, told = 0, switched[2] = {0, 0};
     start(2);
     assert_int_equal(info(0).leader, 1);
     assert_int_equal(info(1).leader, 0);
@@ -238,8 +238,14 @@ static void test_two_ranks(void **state)
         xpool_kv_command_t other;
         if (step > 0)
             assert_int_equal(poll_rank(1, step - 1, 0, &other), XPOOL_RETRY);
+        for (uint32_t r = 0; r < 2; r++)
+            if (!switched[r] && info(r).goal_tokens == TOKENS(10))
+                switched[r] = step - r;
     }
     assert_true(told > 0);
+    /* Each rank sees from the same step on that memory has come, though only rank 0 is told. */
+    assert_true(switched[0] > 0 && switched[0] < told);
+    assert_int_equal(switched[0], switched[1]);
     for (uint32_t r = 0; r < 2; r++)
         assert_int_equal(xpool_kv_release(f.kvs[r], TOKENS(10)), XPOOL_OK);
 

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -86,6 +87,29 @@ static void nonsense_is_a_peer_error_and_leaks_no_descriptor(void **state)
     overlong[at++] = 0x02; /* who: 256 bytes, allowed are 127 */
     memset(overlong + at, 'x', 256);
     assert_int_equal(wire_decode(overlong, at + 256, &got), XP_PEER);
+    close(fds[0]);
+    close(fds[1]);
+}
+
+/* The kernel drops what finds no place; who reads the message must not look for a broken peer. */
+static void a_process_without_descriptors_is_told_so(void **state)
+{
+    int fds[2];
+    struct rlimit before, none;
+    pair(fds);
+    xpw_Envelope sent = failure_message(), got;
+    wire_descriptors_t received = {.count = 0};
+    assert_int_equal(wire_send(fds[0], &sent, &fds[0], 1), XP_OK);
+    int lowest = dup(fds[0]);
+    close(lowest);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    none = (struct rlimit){.rlim_cur = (rlim_t)lowest, .rlim_max = before.rlim_max};
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+    xp_status_t status = wire_receive(fds[1], &got, &received);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    assert_int_equal(status, XP_PEER);
+    assert_non_null(strstr(xp_error_last()->text, "ulimit -n"));
+    assert_int_equal(received.count, 0);
     close(fds[0]);
     close(fds[1]);
 }
@@ -270,6 +294,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(packet_arrives_whole_with_its_descriptors),
+        cmocka_unit_test(a_process_without_descriptors_is_told_so),
         cmocka_unit_test(nonsense_is_a_peer_error_and_leaks_no_descriptor),
         cmocka_unit_test(last_words_are_read_although_the_peer_left_packets_unread),
         cmocka_unit_test(every_truncation_of_a_message_is_refused_or_shorter),

@@ -1,0 +1,881 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Elastic KV Cache under SGLang on two GPUs: three MoE models of real size with dummy weights.
+
+    benches/kv_gpu.py --build BUILD --trace CONV.csv [--out FOLDER] [--only STEP[,STEP...]] [--resume [FOLDER]]
+                      [--budget SECONDS] [--site FOLDER] [--peer FOLDER] [--rehearse]
+
+Steps, in this order where none are named, and the seconds that they take on two H200s beside a start:
+
+    longest    50  one request of 64K tokens, far above its static share, while the others idle; they wake
+    neighbour  20  time between tokens (TBT) of one stream beside another busy model over alone
+    cold      100  the three at some requests/s each: TBT that the peers of `kvcached` and `static` are compared with
+    goodput   250  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
+                   elastic with deadlines
+    daemon     25  kill -9 of the daemon while memory moves: all ends, nothing is left
+    kvcached  140  the load of `cold` by plain SGLang with kvcached on the same GPUs
+    static    110  the same by plain SGLang with fixed KV Caches
+    kills     100  kill -9 of borrower and donor at the steps of an operation, then of the AtnAgent
+    driver     15  a grant and another Instance's hops (tests/cuda/run_on_device --only kv)
+
+The first five have one start together (about 130 s), `kvcached`, `static` and `kills` each another (about 120, 120
+and 90 s). Policies change while the system serves: `xpool kv policy` and, for a static split, floors and ceilings
+that are the same. Attention is on cuda:0, the FFN side on cuda:1, for all weights together (142 GiB) are more than
+one H200 has. `--pool` is the size of the KV Capacity Pool: at the rates of cold models all of a GPU would never be
+short.
+
+CODE.csv is looked for beside CONV.csv. A row is written to OUT/kv_gpu.json as soon as it is known, what has not
+been run stands there without a value; `--resume` keeps the rows of such a file. A peer that does not run is
+printed as failed. `--rehearse` takes the same way with small checkpoints on CPU devices.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import kv_load
+import open_client
+import results
+import sglang_gpu
+import sglang_models
+import sglang_servers
+import svg
+from sglang_gpu import OutOfTime, Samples, burst, check_graphs
+from sglang_servers import Fleet, Model, harness
+
+ORDER = ("longest", "neighbour", "cold", "goodput", "daemon", "kvcached", "static", "kills", "driver")
+MODELS = sglang_gpu.COLD
+LONG, BUSY, ALONE = "GLM-4.7-Flash", "DeepSeek-V2-Lite", "Qwen3-30B-A3B"
+PLACES = {ALONE: 0, BUSY: 0, LONG: 1}  # GPU of a plain server
+# Of which half of the trace, and where in it to begin.
+SOURCES = {ALONE: ("conv", 0.0), LONG: ("code", 0.0), BUSY: ("conv", 0.5)}
+POLICIES = ("static", "arrival", "deadline")
+SETTLE_S = 20
+LEFT_MIB = 64
+# Steps of an operation in a rank, and at which passage it dies there. The first grow and its completion are those
+# of the floor.
+VICTIMS = (("kv.rank.demanded", 1), ("kv.rank.grown", 2), ("kv.rank.withdrawn", 1), ("kv.rank.released", 1), ("kv.rank.completed", 2))
+
+
+class Sizes(sglang_gpu.Sizes):
+    def __init__(self, arguments):
+        rehearse = arguments.rehearse
+        super().__init__(rehearse)
+        self.pool = int(arguments.pool * 2**20) if arguments.pool else (4 << 20 if rehearse else 4 << 30)
+        self.kv_tokens = 4096 if rehearse else 2_000_000  # ceilings: the pool's
+        self.long_prompt, self.long_answer = (960, 24) if rehearse else (65536, 128)
+        self.context = 1000 if rehearse else 70000
+        self.floor = 128 if rehearse else None
+        self.most_prompt, self.most_answer = (240, 12) if rehearse else (24576, 1024)
+        self.scale = arguments.scale or (0.1 if rehearse else 2.0)
+        self.seconds = arguments.seconds or (9 if rehearse else 30)
+        self.patience = 30 if rehearse else 10
+        # TTFT and TBT in ms, as configured and as judged.
+        tbt = 5000 if rehearse else 100
+        self.targets = {name: (ttft * (10 if rehearse else 1), tbt) for name, ttft in ((ALONE, 2500), (LONG, 2000), (BUSY, 5000))}
+        self.cold_seconds = 6 if rehearse else 35
+        self.kill_length = 60 if rehearse else 100
+        self.kill_prompts = (900, 350, 40)
+        self.kill_streams = 2 if rehearse else 8  # of those who borrow and give, of prompts of the first length
+        self.kill_pause = 0.7
+        self.victims = VICTIMS[1:3] if rehearse else VICTIMS
+        self.survivors = 1 if rehearse else 2
+        self.neighbour_rounds, self.busy_streams = (1, 2) if rehearse else (3, 8)
+        self.busy_tokens = 60 if rehearse else 700
+
+
+class Run(sglang_gpu.Run):
+    def __init__(self, arguments):
+        self.arguments, self.sizes = arguments, Sizes(arguments)
+        self.host = sglang_servers.Cpus() if arguments.rehearse else sglang_servers.Gpus(arguments.site, arguments.caches)
+        self.host.peer = arguments.peer
+        self.end, self.fleet, self.failures = time.monotonic() + arguments.budget, None, []
+        self.start_s = sglang_gpu.START_S
+        self.samples = Samples(arguments.out, arguments.resume)
+        name = "kv_rehearsal.json" if arguments.rehearse else "kv_gpu.json"
+        before = arguments.resume and arguments.resume / name
+        self.book = sglang_gpu.Book(arguments.out / name, self.host.describe(), before, planned_rows(arguments), "kv_gpu")
+        if before and before.exists():
+            self.book.plots = json.loads(before.read_text()).get("plots", [])
+            for plot in self.book.plots if before.parent != arguments.out else ():
+                shutil.copy(before.parent / plot, arguments.out)
+
+    def model(self, name):
+        found = self.real(name)
+        facts = sglang_models.facts(found.path)
+        found.context = min(self.sizes.context, facts["max_position_embeddings"])
+        ttft, tbt = self.sizes.targets[name]
+        found.more_settings = {"slo": {"ttft_ms": float(ttft), "tbt_ms": float(tbt)}}
+        if self.sizes.floor:
+            found.more_settings["kv_floor_tokens"] = self.sizes.floor
+        return found
+
+    def system(self):
+        """The three models on one pool; the running system, where it runs."""
+        fresh = self.fleet is None or self.fleet.name != "kv-ours"
+        models = [self.model(name) for name in MODELS]
+        fleet = self.start("kv-ours", models=models, kv_policy="deadline", pool=self.sizes.pool)
+        if fresh:
+            begin_system(self, fleet)
+        return fleet
+
+    def memory(self, fleet):
+        """A function: {name: bytes} that KV Caches may be in, as seen from outside."""
+        if self.host.kind == "cpu":
+            pids = {name: server.schedulers()[0] for name, server in fleet.instances.items()}
+            return lambda: {name: kv_load.held(pid) for name, pid in pids.items()}
+        index = int(fleet.atn[0].partition(":")[2])
+        try:
+            nvml = kv_load.Nvml(index)
+        except OSError as error:
+            print(f"    {error}: nvidia-smi is asked, which is slower", flush=True)
+            return lambda: {"device": sglang_servers.query("memory.used")[index] << 20}
+        return lambda: {"device": nvml.used()}
+
+
+def planned_rows(arguments):
+    rows = ["kv.longest.tokens", "kv.longest.woken_ttft_ms", "kv.longest.woken_within", "kv.longest.returned_ms", "tbt.neighbour.growth"]
+    rows += [f"kv.goodput.rate{rate:g}.{policy}" for rate in arguments.rates for policy in POLICIES]
+    rows += [f"kv.pool.rate{rate:g}.{policy}.peak_fraction" for rate in arguments.rates for policy in POLICIES]
+    rows += [f"kv.goodput.rate{rate:g}.deadline_{other}_ratio" for rate in arguments.rates for other in POLICIES[:2]]
+    rows += ["kv.goodput.replayed_differently", "tbt.cold_models.p99_kvcached_ratio", "tbt.cold_models.p99_static_ratio"]
+    rows += [f"kv.cold.rate{rate:g}.{peer}_p99_ratio" for rate in arguments.cold_rates for peer in ("kvcached", "static")]
+    rows += [f"kv.longest.{name}.capacity_tokens" for name in MODELS]
+    return rows + ["kv.kill.wrong_tokens", "kv.kill.lost_bytes", "kv.kill.atnagent_left_mib", "kv.kill.daemon_left_mib"]
+
+
+# ---- the system on one pool --------------------------------------------------------------------------------
+def group_of(books, name):
+    return next(group for group in books["groups"] if group["model"] == name)
+
+
+def settle(fleet, condition, what, limit=SETTLE_S):
+    return harness.wait_until(lambda: condition(fleet.books()), limit, what, 0.05)
+
+
+def at_floors(books):
+    return all(g["backed"]["tokens"] <= g["floor"]["tokens"] and not g["demand"] for g in books["groups"])
+
+
+def trim(fleet):
+    """Everything back but the floors."""
+    fleet.kv("trim", "--all")
+    settle(fleet, at_floors, "all KV Caches are at their floors")
+
+
+def begin_system(run, fleet):
+    sizes = run.sizes
+    settle(fleet, lambda books: all(pool["formed"] for pool in books["pools"]), "the pool is formed", 30)
+    check_graphs(run, fleet.servers())
+    books = fleet.books()
+    fleet.first = {g["model"]: (g["floor"]["tokens"], g["ceiling"]["tokens"]) for g in books["groups"]}
+    fleet.policy = "deadline"
+    print(f"    pool of {books['pools'][0]['bytes'] / 2**20:.0f} MiB; floor, ceiling, equal share in tokens: "
+          + ", ".join(f"{m} {low}, {high}, {kv_load.shares(books)[m]}" for m, (low, high) in fleet.first.items()), flush=True)
+    warm(run, fleet.servers(), min(sizes.cold_prompt, sizes.context - 40))
+    trim(fleet)
+
+
+def warm(run, servers, most):
+    """Kernels that are compiled at first use, and activations of the largest pieces, on all servers at once."""
+    errors = []
+
+    def one(server):
+        try:
+            for batch, context in ((1, 16), (4, run.sizes.contexts[0]), (1, most)):
+                burst(server, batch, context, 4, "warm")
+        except Exception as error:  # the caller's to judge
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def set_policy(fleet, policy):
+    """While the system serves. `static`: floors and ceilings are equal shares of the pool."""
+    if fleet.policy == policy:
+        return
+    if fleet.policy == "static":
+        for name, (floor, _) in fleet.first.items():
+            fleet.kv("set", name, "--floor", str(floor))
+        for name, (floor, ceiling) in fleet.first.items():
+            fleet.kv("set", name, "--floor", str(floor), "--ceiling", str(ceiling))
+    trim(fleet)
+    if policy == "static":
+        for name, tokens in kv_load.shares(fleet.books()).items():
+            fleet.kv("set", name, "--floor", str(tokens), "--ceiling", str(tokens))
+        shares = kv_load.shares(fleet.books())
+        settle(fleet, lambda books: all(g["backed"]["tokens"] == shares[g["model"]] for g in books["groups"]), "all have their shares")
+    else:
+        fleet.kv("policy", policy)
+    fleet.policy = policy
+
+
+# ---- longest -----------------------------------------------------------------------------------------------
+def step_longest(run):
+    if run.book.has("kv.longest.woken_within"):
+        return
+    run.need(70 + (run.start_s if run.fleet is None else 0), "a long request")
+    fleet, sizes = run.system(), run.sizes
+    set_policy(fleet, "deadline")
+    trim(fleet)
+    vocab = sglang_models.facts(fleet.instances[LONG].model.path)["vocab_size"]
+    body = sglang_gpu.body_of(sglang_gpu.ids_of("long", sizes.long_prompt, vocab), sizes.long_answer)
+    share = kv_load.shares(fleet.books())[LONG]
+    look = run.memory(fleet)
+    rest = sum(look().values())
+    most = [0]
+
+    def held(row):
+        most[0] = max(most[0], sum(row.values()) - rest)
+        return row
+
+    with kv_load.Watch(lambda: held(look())):
+        (answer,) = open_client.replay(fleet.instances[LONG].port, [(0.0, body)], 120)
+    backed = group_of(fleet.books(), LONG)["backed"]
+    whole = answer.finished and len(answer.ids) == sizes.long_answer
+    harness.check(whole, f"the long request: status {answer.status}, {len(answer.ids)} of {sizes.long_answer} tokens")
+    run.book.add(
+        results.row("kv.longest.tokens", sizes.long_prompt + sizes.long_answer, "tokens", floor=share, target=f"> {share}",
+                    note=f"{LONG}, one request while the others idle, served; floor: its equal share of a pool of {sizes.pool / 2**20:.0f} MiB; "
+                    f"TTFT {answer.times[0] * 1e3:.0f} ms, TBT {kv_load.mean_tbt(answer) * 1e3:.2f} ms; {backed['bytes'] / 2**20:.0f} MiB were its "
+                    f"KV Cache, {most[0] / 2**20:.0f} MiB more in use seen from outside"))
+    # The donor idles now, and keeps what it has until others want it.
+    first = woken(run, fleet, "woken")
+    there = woken(run, fleet, "there")
+    inside = [ttft <= sizes.targets[name][0] for name, values in first.items() for ttft in values]
+    note = "; ".join(f"{name}: {max(values):.0f} ms, {max(there[name]):.0f} with the memory there, target {sizes.targets[name][0]}" for name, values in first.items())
+    run.book.add(
+        results.row("kv.longest.woken_ttft_ms", max(max(values) for values in first.values()), "ms",
+                    peer=max(max(values) for values in there.values()), note=f"largest TTFT of the models that wake while {LONG} holds the memory; peer: the same once more; {note}"),
+        results.row("kv.longest.woken_within", sum(inside) / len(inside), "fraction", target=">= 1",
+                    note=f"of {len(inside)} requests that came when the others woke, within their TTFT targets"))
+    returned(run, fleet, look)
+
+
+def woken(run, fleet, seed):
+    """{model: TTFTs in ms}: all but LONG get at once requests that together want nearly the whole pool."""
+    books, requests, ports = fleet.books(), {}, {}
+    for name, server in fleet.instances.items():
+        if name == LONG:
+            continue
+        group = group_of(books, name)
+        pool = books["pools"][0]["bytes"] // (group["bundle_bytes"] // group["bundle_tokens"])
+        tokens, count = int(0.4 * pool), 4
+        length = min(tokens // count, run.sizes.most_prompt, server.model.context - 40)
+        vocab = sglang_models.facts(server.model.path)["vocab_size"]
+        requests[name] = [(0.0, sglang_gpu.body_of(sglang_gpu.ids_of(f"{seed} {name} {i}", length, vocab), 16)) for i in range(count)]
+        ports[name] = server.port
+    answers = kv_load.replay(ports, requests, 60)
+    for name, those in answers.items():
+        harness.check(all(a.finished and len(a.ids) == 16 for a in those), f"{name}, {seed}: a request failed")
+    return {name: [a.times[0] * 1e3 for a in those] for name, those in answers.items()}
+
+
+def returned(run, fleet, look):
+    """How long it takes until memory that was given back is seen to be free, from outside."""
+    before, was = sum(look().values()), fleet.books()
+    give = sum(g["backed"]["bytes"] - g["floor"]["bytes"] for g in was["groups"])
+    began = time.monotonic()
+    fleet.kv("trim", "--all")
+    gone = None
+    while time.monotonic() < began + 10 and gone is None:
+        if before - sum(look().values()) >= 0.9 * give:
+            gone = time.monotonic() - began
+        time.sleep(0.005)
+    if gone is None:
+        run.failures.append(f"of {give} bytes given back {before - sum(look().values())} are seen to be free after 10 s")
+        return
+    run.book.add(results.row("kv.longest.returned_ms", gone * 1e3, "ms", target="<= 1000",
+                             note=f"until {give / 2**20:.0f} MiB that idle models gave back were free as seen from outside (nine tenths of it)"))
+
+
+# ---- neighbour ---------------------------------------------------------------------------------------------
+def growth(run, servers):
+    """TBT P50 of one stream of ALONE, seconds: alone, and while BUSY answers `busy_streams` at once."""
+    sizes, found = run.sizes, {}
+    context = sizes.contexts[0]
+    for kind in ("alone", "beside"):
+        gaps, stop, errors = [], threading.Event(), []
+
+        def keep_busy(stop=stop, errors=errors):
+            turn = 0
+            while not stop.is_set():
+                turn += 1
+                try:
+                    burst(servers[BUSY], sizes.busy_streams, context, sizes.busy_tokens, f"busy {turn}")
+                except (harness.Failed, OSError) as error:
+                    errors.append(error)
+                    return
+
+        other = threading.Thread(target=keep_busy, daemon=True)
+        if kind == "beside":
+            other.start()
+            time.sleep(2.5)
+        for number in range(sizes.neighbour_rounds):
+            gaps += sglang_gpu.steady_gaps(burst(servers[ALONE], 1, context, sizes.new_tokens, f"{kind} {number}"))
+        stop.set()
+        if kind == "beside":
+            other.join()
+        if errors:
+            raise errors[0]
+        found[kind] = kv_load.quantile(gaps, 0.5)
+    return found
+
+
+def step_neighbour(run):
+    if not run.samples.get("kv_neighbour", "ours"):
+        fleet = run.system()
+        set_policy(fleet, "deadline")
+        run.need(30, "a busy neighbour")
+        run.samples.keep("kv_neighbour", "ours", growth(run, fleet.instances))
+    neighbour_rows(run)
+
+
+def neighbour_rows(run):
+    ours, peer = (run.samples.get("kv_neighbour", side) for side in ("ours", "kvcached"))
+    if not ours or run.book.rows.get("tbt.neighbour.growth", {}).get("peer") is not None:
+        return
+    words = f"{ALONE}, 1 stream of {run.sizes.contexts[0]} tokens, beside {BUSY} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
+    if peer:
+        words += f"; kvcached, both on one GPU: {peer['alone'] * 1e3:.2f} and {peer['beside'] * 1e3:.2f} ms"
+    run.book.add(results.row("tbt.neighbour.growth", ours["beside"] / ours["alone"], "ratio", target="<= 1.2",
+                             peer=peer["beside"] / peer["alone"] if peer else None, note=words))
+
+
+# ---- cold models: ours and the peers ---------------------------------------------------------------------------
+def measure_cold(run, side, servers):
+    """The load of benches/sglang_gpu.py's `cold`, at the rates that are not among the samples yet."""
+    path = run.arguments.trace
+    lengths = sglang_gpu.read_trace(path) if path else [(30, 6), (50, 8)]
+    for rate in run.arguments.cold_rates:
+        if run.samples.get(f"kv_cold_{side}", f"{rate:g}"):
+            continue
+        run.need(run.sizes.cold_seconds + 20, f"cold models at {rate:g} requests/s")
+        one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
+        run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
+        print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
+              f"P99 {kv_load.quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P99 {kv_load.quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
+    cold_rows(run)
+
+
+def cold_rows(run):
+    for rate in run.arguments.cold_rates:
+        ours = run.samples.get("kv_cold_ours", f"{rate:g}")
+        for peer in ("kvcached", "static"):
+            theirs = run.samples.get(f"kv_cold_{peer}", f"{rate:g}")
+            metric = f"kv.cold.rate{rate:g}.{peer}_p99_ratio"
+            if ours and theirs and not run.book.has(metric):
+                rows = ratio_rows(rate, peer, ours, theirs, run.sizes)
+                run.book.add(*rows)
+                if rate == run.arguments.cold_rates[0]:
+                    target = ">= 10.4" if peer == "kvcached" else ">= 1"
+                    run.book.add({**rows[0], "metric": f"tbt.cold_models.p99_{peer}_ratio", "target": target})
+
+
+def ratio_rows(rate, peer, ours, theirs, sizes):
+    """The peer's P99 over ours, of TBT and TTFT."""
+    found = []
+    words = {"kvcached": "SGLang with kvcached 0.1.6", "static": "plain SGLang, fixed KV Caches"}[peer]
+    for key, name in (("tbt", f"{peer}_p99_ratio"), ("ttft", f"{peer}_ttft_p99_ratio")):
+        mine, other = (kv_load.quantile(side[key], 0.99) for side in (ours, theirs))
+        half, half_other = (kv_load.quantile(side[key], 0.5) for side in (ours, theirs))
+        note = f"{key.upper()} P99 of three cold models at {rate:g} requests/s each: {other * 1e3:.2f} ms over {mine * 1e3:.2f} ms; P50 {half_other * 1e3:.2f} and {half * 1e3:.2f}; "
+        note += f"peer: {words}, two GPUs; ours: a pool of {sizes.pool / 2**20:.0f} MiB; unfinished: {theirs['unfinished']} of {theirs['asked']}, ours {ours['unfinished']} of {ours['asked']}"
+        found.append(results.row(f"kv.cold.rate{rate:g}.{name}", other / mine, "ratio", note=note))
+    return found
+
+
+def step_cold(run):
+    fleet = run.system()
+    set_policy(fleet, "deadline")
+    run.samples.keep("kv_capacity", "ours", {m: high for m, (_, high) in fleet.first.items()})
+    measure_cold(run, "ours", list(fleet.instances.values()))
+    check_graphs(run, fleet.servers())
+
+
+def capacity(server):
+    """Tokens that SGLang says its KV Cache has at most."""
+    return int(server.get("/server_info")["max_total_num_tokens"])
+
+
+def fixed_tokens(run):
+    """{model: tokens} of KV Caches that share what weights leave of their GPU, in equal parts. Weights by their
+    sizes in the plan of the system, which does not start for that."""
+    if run.host.kind == "cpu":
+        return dict.fromkeys(MODELS, run.sizes.context * 2)
+    total = sglang_servers.query("memory.total")
+    probe = Fleet(run.host, run.arguments, "kv-sizes", models=[run.model(name) for name in MODELS], kv_policy="deadline")
+    plan = probe.plan()
+    found = {}
+    for name in MODELS:
+        here = [m for m in plan["models"] if PLACES[m["id"]] == PLACES[name]]
+        weights = sum(m["ffn_shard_bytes"] + m["attention_bytes"] for m in here)
+        rest = total[PLACES[name]] * 2**20 * 0.95 - weights - len(here) * run.arguments.engine_gib * 2**30
+        mine = next(m for m in here if m["id"] == name)
+        found[name] = int(rest / len(here) / (mine["kv_bundle_bytes"] / mine["kv_bundle_tokens"]))
+        harness.check(found[name] > 20000, f"{name}: no room for a fixed KV Cache on its GPU")
+    return found
+
+
+def plain_side(run, side):
+    """Starts, measures; a peer that does not run is told so."""
+    rates = [f"{rate:g}" for rate in run.arguments.cold_rates]
+    if all(run.samples.get(f"kv_cold_{side}", rate) for rate in rates):
+        cold_rows(run)
+        return
+    models = [run.model(name) for name in MODELS]
+    if side == "static":
+        tokens = fixed_tokens(run)
+        for model in models:
+            model.kv_tokens = tokens[model.name]
+    gpus = run.host.both[0]
+    try:
+        fleet = run.start(f"kv-{side}", vanilla=[(m, [gpus[PLACES[m.name]]]) for m in models],
+                          plain="kvcached" if side == "kvcached" else "vanilla")
+        servers = fleet.vanilla
+        if side == "kvcached":
+            check_patched(servers)
+        run.samples.keep("kv_capacity", side, {name: capacity(server) for name, server in servers.items()})
+        warm(run, list(servers.values()), min(run.sizes.cold_prompt, run.sizes.context - 40))
+        measure_cold(run, side, list(servers.values()))
+        if side == "kvcached":
+            run.need(20, "a busy neighbour")
+            run.samples.keep("kv_neighbour", side, growth(run, servers))
+            neighbour_rows(run)
+    except (harness.Failed, OSError, RuntimeError, ValueError, KeyError) as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        print(f"    FAILED {side}: {error}", flush=True)
+        run.failures.append(f"{side}: {why}")
+        for metric in run.book.rows:
+            if f"{side}_" in metric and not run.book.has(metric):
+                run.book.rows[metric] = {**run.book.missing(metric), "note": f"{side} failed to run: {why}"[:300]}
+        run.book.write()
+    finally:
+        run.stop()
+        capacity_rows(run)
+
+
+def check_patched(servers):
+    for server in servers.values():
+        found = kv_load.kvcached_patches(server.text())
+        harness.check(found and found[0] > 0 and found[1] == 0, f"{server.name()}: kvcached says of its patches (done, failed): {found}")
+        print(f"    {server.name()}: {found[0]} patches", flush=True)
+
+
+def step_kvcached(run):
+    plain_side(run, "kvcached")
+
+
+def step_static(run):
+    plain_side(run, "static")
+
+
+def capacity_rows(run):
+    """Tokens of the longest context that each could serve, by memory alone."""
+    by = {side: run.samples.get("kv_capacity", side) for side in ("whole", "ours", "kvcached", "static")}
+    if not by["whole"] and run.host.kind == "cuda":
+        models = [run.model(name) for name in MODELS]
+        for model in models:
+            model.kv_tokens = 16_000_000  # no limit but the memory
+        plan = Fleet(run.host, run.arguments, "kv-whole", models=models, kv_policy="deadline").plan()
+        by["whole"] = run.samples.keep("kv_capacity", "whole", {m["id"]: m["kv_tokens"] for m in plan["models"]})
+    for name in MODELS:
+        mine = (by["whole"] or by["ours"] or {}).get(name)
+        peers = {side: by[side][name] for side in ("kvcached", "static") if by[side]}
+        if mine and peers:
+            words = ", ".join(f"{side} {tokens}" for side, tokens in peers.items())
+            more = "as planned for the whole GPU, not run at that size" if by["whole"] else "as it ran"
+            run.book.add(results.row(f"kv.longest.{name}.capacity_tokens", mine, "tokens", peer=peers.get("kvcached"), target=">= peer",
+                                     note=f"memory for one context, {more}; peers by their own words: {words}; the model itself allows "
+                                     f"{sglang_models.facts(run.real(name).path)['max_position_embeddings']}"))
+
+
+# ---- goodput -------------------------------------------------------------------------------------------------
+def traces(run):
+    path = run.arguments.trace
+    if path is None and run.arguments.rehearse:
+        chance = random.Random("trace")
+        rows = [(0.7 * i, chance.randrange(8, 240), chance.randrange(2, 12)) for i in range(200)]
+        return {"conv": rows, "code": rows}
+    if path is None:
+        raise harness.Failed("--trace names no CSV of the conversations")
+    return {half: kv_load.read_trace(path.with_name(path.name.replace("conv", half)), run.sizes.scale) for half in ("conv", "code")}
+
+
+def measure_policy(run, fleet, policy, rate, trace):
+    """Judged load, with the peak of the KV Caches as seen from outside."""
+    sizes = run.sizes
+    set_policy(fleet, policy)
+    sources = {}
+    for name, (half, begin) in SOURCES.items():
+        server = fleet.instances[name]
+        vocab, most = sglang_models.facts(server.model.path)["vocab_size"], min(sizes.most_prompt, server.model.context - sizes.most_answer - 8)
+        sources[name] = kv_load.Source(name, trace[half], begin, vocab, most, sizes.most_answer)
+    requests = kv_load.workload(sources, rate, sizes.seconds)
+    look, cpu, held = run.memory(fleet), run.host.kind == "cpu", fleet.books()
+    before = sum(look().values())
+    pool = held["pools"][0]["bytes"]
+    floors = sum(g["backed"]["bytes"] for g in held["groups"])
+    with kv_load.Watch(look, pool if cpu else None) as watch:
+        answers = kv_load.replay({name: server.port for name, server in fleet.instances.items()}, requests, sizes.patience)
+        books = fleet.books()
+    # Slot 0, which belongs to nobody, counts as used.
+    settle(fleet, lambda books: all(g["used"]["tokens"] <= 1 for g in books["groups"]), "all requests have ended", 60)
+    wrong = kv_load.wrong_books(fleet.books())
+    if wrong:
+        run.failures.append(f"{policy} at {rate:g}: {wrong}")
+    if policy != "static":
+        trim(fleet)
+    time.sleep(0.5)
+    after = sum(look().values())
+    rows = watch.rows if cpu else [(at, {"device": value}) for at, value in kv_load.kv_of_device(watch.rows, before, after, floors)]
+    one = kv_load.judge(requests, answers, sizes.targets, sizes.seconds)
+    peak = max((sum(row.values()) for _, row in rows), default=0)
+    one.update(peak=peak, pool=pool, samples=len(rows), grown=0 if cpu else max(after - before, 0), missed=len(watch.errors),
+               commands=books["commands"], rows=[(round(at, 2), sum(row.values())) for at, row in rows])
+    return one
+
+
+def policy_rows(rate, policy, one, targets):
+    named = ", ".join(f"{m} {a:g}/{b:g}" for m, (a, b) in targets.items())
+    name = f"rate{rate:g}.{policy}"
+    seen = f"{one['samples']} samples of memory from outside, {one['missed']} missed"
+    grown = f"; {one['grown'] / 2**20:.0f} MiB that engines took for good meanwhile are left out" if one["grown"] else ""
+    times = [
+        results.row(f"kv.{key}.{name}.p99", one[key][1], "ms", note=f"P50 {one[key][0]:.2f}; of what was served whole")
+        for key in ("ttft", "tbt") if one[key][1] == one[key][1]
+    ]  # fmt: skip
+    return [
+        results.row(f"kv.goodput.{name}", one["goodput"], "requests/s", peer=one["offered"], note=f"{kv_load.counts(one)}; peer: offered; targets TTFT/TBT in ms: {named}"),
+        results.row(f"kv.goodput.{name}.refused_or_late", one["refused"] + one["cut"] + one["late"] + one["unfinished"], "requests", note=f"of {one['asked']}"),
+        *times,
+        results.row(f"kv.pool.{name}.peak_fraction", one["peak"] / one["pool"], "fraction", target="<= 1", note=f"most of a pool of {one['pool'] / 2**20:.0f} MiB; {seen}{grown}"),
+    ]  # fmt: skip
+
+
+def step_goodput(run):
+    todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES if not run.samples.get("kv_goodput", f"{rate:g} {policy}")]
+    try:
+        if todo:
+            trace, fleet = traces(run), run.system()
+        for rate, policy in todo:
+            run.need(run.sizes.seconds + run.sizes.patience + 10, f"{policy} at {rate:g} requests/s")
+            one = run.samples.keep("kv_goodput", f"{rate:g} {policy}", measure_policy(run, fleet, policy, rate, trace))
+            run.book.add(*policy_rows(rate, policy, one, run.sizes.targets))
+            check_graphs(run, fleet.servers())
+            if policy == "deadline" and not run.book.has("kv.goodput.replayed_differently"):
+                replayed(run, fleet)
+    finally:
+        goodput_rows(run)
+
+
+def replayed(run, fleet):
+    """The market's newest decisions, decided once more from their records."""
+    record = fleet.folder / "record"
+    fleet.kv("--record", str(record))
+    out = subprocess.run([str(run.arguments.build / "bin" / "xpool"), "kv", "--replay", str(record)], capture_output=True, text=True, timeout=30)
+    run.book.add(results.row("kv.goodput.replayed_differently", int(out.returncode != 0), "runs", target="<= 0", note=(out.stdout or out.stderr).strip()[:200]))
+
+
+def goodput_rows(run):
+    for rate in run.arguments.rates:
+        by = {policy: run.samples.get("kv_goodput", f"{rate:g} {policy}") for policy in POLICIES}
+        for other in POLICIES[:2]:
+            if by["deadline"] and by[other]:
+                target = "> 1" if other == "static" and rate == max(run.arguments.rates) else ">= 1"
+                run.book.add(results.row(f"kv.goodput.rate{rate:g}.deadline_{other}_ratio", by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
+                                         "ratio", peer=by[other]["goodput"], target=target,
+                                         note=f"at {rate:g} requests/s each; refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"))
+    plots(run)
+    run.book.write()
+
+
+def missed(one):
+    return one["refused"] + one["cut"] + one["unfinished"]
+
+
+def plots(run):
+    cells = [(rate, [(policy, run.samples.get("kv_goodput", f"{rate:g} {policy}")) for policy in POLICIES]) for rate in run.arguments.rates]
+    cells = [(rate, those) for rate, those in cells if all(one for _, one in those)]
+    if not cells:
+        return
+    bars = [(f"{policy}, {rate:g}/s", one["goodput"]) for rate, those in cells for policy, one in those]
+    bounds = [(f"offered: {those[0][1]['offered']:.2f}", those[0][1]["offered"]) for _, those in cells]
+    svg.write_bars(run.arguments.out / "kv-gpu-goodput.svg", "Goodput under SLO, requests/s, three models on one pool", bars, bounds)
+    rate, those = cells[0]
+    unit = 2**20
+    panels = [(f"{policy}, {rate:g} requests/s", [("KV Caches", [(at, value / unit) for at, value in one["rows"]])], ("pool", one["pool"] / unit))
+              for policy, one in those if one["rows"]]
+    svg.write_lines(run.arguments.out / "kv-gpu-memory.svg", "KV memory of all models as seen from outside, MiB, over seconds", panels)
+    run.book.plots = ["kv-gpu-goodput.svg", "kv-gpu-memory.svg"]
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------
+def small_model(run, name, floor=128):
+    path = sglang_models.TALES / "qwen3-moe"
+    mode = "eager" if run.arguments.rehearse else "graphs"
+    model = Model(name, path, mode=mode, kv_tokens=9000, context=1024, rows=64 if run.arguments.rehearse else 512, requests=8)
+    model.more_settings = {"kv_floor_tokens": floor}
+    return model
+
+
+class Traffic:
+    """Requests to each of some servers, again and again, `streams` at a time. With `truth` each answer is compared,
+    for which one stream a server is right. `excused`: of servers that are to die."""
+
+    def __init__(self, servers, prompts, count, truth=None, streams=1, pause=0.0, excused=False):
+        self.prompts, self.count, self.truth, self.pause, self.excused = prompts, count, truth, pause, excused
+        self.stop, self.errors, self.wrong = threading.Event(), [], 0
+        self.served = {server.model.name: 0 for server in servers}
+        self.threads = [threading.Thread(target=self.run, args=(server, i), daemon=True) for server in servers for i in range(streams)]
+
+    def run(self, server, turn):
+        name = server.model.name
+        while not self.stop.wait(self.pause if turn else 0):
+            turn += 1
+            prompt = self.prompts[turn % len(self.prompts)]
+            try:
+                ids = server.post("/generate", sglang_gpu.body_of(prompt, self.count), 60)["output_ids"]
+            except (OSError, ValueError, harness.Failed, harness.http.client.HTTPException) as error:
+                if not self.excused and not self.stop.is_set():
+                    self.errors.append(f"{server.name()}: {error}")
+                    return
+                time.sleep(0.05)
+                continue
+            if self.truth:
+                want = self.truth[turn % len(self.prompts)]
+                self.wrong += sum(a != b for a, b in zip(ids, want, strict=False)) + abs(len(ids) - len(want))
+            self.served[name] += 1
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(70)
+
+
+def alive(pids):
+    table = harness.process_table()
+    return [pid for pid in pids if pid in table and table[pid][2] not in "ZX"]
+
+
+def step_kills(run):
+    """A victim dies at a step of an operation while it and another want the whole pool in turn. Survivors have
+    enough in their floors, and answer one request at a time, so that the tokens are to be the same."""
+    if run.book.has("kv.kill.atnagent_left_mib"):
+        return
+    sizes = run.sizes
+    survivors = [small_model(run, f"s{i}", 1024) for i in range(sizes.survivors)]
+    victims = [small_model(run, point.rpartition(".")[2]) for point, _ in sizes.victims]
+    for model, (point, passage) in zip(victims, sizes.victims, strict=True):
+        model.failpoints = f"{point}=kill@{passage}"
+    other = small_model(run, "other")
+    models = [*survivors, other, *victims]
+    fleet = run.start("kv-kills", models=models, kv_policy="deadline", pool=kill_pool(run, models), reform=0)
+    servers = [fleet.instances[model.name] for model in survivors]
+    settle(fleet, lambda books: all(pool["formed"] for pool in books["pools"]), "the pool is formed", 30)
+    vocab = sglang_models.facts(survivors[0].path)["vocab_size"]
+    prompts = [sglang_gpu.ids_of(f"kill {n}", n, vocab) for n in sizes.kill_prompts]
+    truth = [servers[0].post("/generate", sglang_gpu.body_of(prompt, sizes.kill_length), 120)["output_ids"] for prompt in prompts]
+    wrong, died, lost = 0, [], 0
+    try:
+        for model in victims:
+            run.need(40, f"a kill at {model.failpoints}")
+            victim = fleet.instances[model.name]
+            pids = victim.schedulers()
+            busy = {"streams": sizes.kill_streams, "pause": sizes.kill_pause}
+            with Traffic(servers, prompts, sizes.kill_length, truth) as traffic, Traffic([fleet.instances["other"]], prompts[:1], sizes.kill_length, **busy) as rest:
+                with Traffic([victim], prompts[:1], sizes.kill_length, excused=True, **busy):
+                    began = time.monotonic()
+                    while alive(pids) and time.monotonic() < began + 40:
+                        harness.check(not traffic.errors + rest.errors, "; ".join([*traffic.errors, *rest.errors][:2]))
+                        time.sleep(0.05)
+                    harness.check(not alive(pids), f"{model.failpoints}: not passed within 40 s")
+                    took = time.monotonic() - began
+                    sglang_servers.kill_group(victim.process)
+                settle(fleet, lambda books, m=model: group_of(books, m.name)["state"] == "absent" and not group_of(books, m.name)["backed"]["bytes"],
+                       f"the bytes of {model.name} return")  # fmt: skip
+                goes_on(traffic, rest)
+            harness.check(not traffic.errors + rest.errors, "; ".join([*traffic.errors, *rest.errors][:2]))
+            wrong += traffic.wrong
+            trouble = kv_load.wrong_books(fleet.books())
+            lost += trouble is not None
+            if trouble:
+                run.failures.append(f"after {model.failpoints}: {trouble}")
+            died.append(f"{model.failpoints} after {took:.1f} s")
+    finally:
+        note = f"{len(died)} Instances dead by kill -9 at a step of an operation: {'; '.join(died)}; {sizes.survivors} survivors, each answer compared"
+        if died:
+            run.book.add(results.row("kv.kill.wrong_tokens", wrong, "tokens", target="<= 0", note=note),
+                         results.row("kv.kill.lost_bytes", lost, "kills", target="<= 0", note="after which the books of the pool were wrong; " + note))  # fmt: skip
+    harness.check(wrong == 0, f"{wrong} tokens differ")
+    end_by_kill(run, fleet, f"atnagent {fleet.atn[0]}", servers, prompts, "kv.kill.atnagent_left_mib")
+
+
+def goes_on(*traffics):
+    """All that are asked answer from now on."""
+    before = [dict(traffic.served) for traffic in traffics]
+
+    def so():
+        return any(t.errors for t in traffics) or all(t.served[name] > was[name] for t, was in zip(traffics, before, strict=True) for name in was)
+
+    harness.wait_until(so, 40, "the survivors are served", 0.1)
+
+
+def kill_pool(run, models):
+    """Bytes in which one has the memory that its requests want beside the floors of all, and no second one."""
+    probe = Fleet(run.host, run.arguments, "kv-sizes-small", models=models, kv_policy="deadline", pool=64 << 20)
+    facts = probe.plan()["models"]
+    bundle = facts[0]["kv_bundle_bytes"]
+    token = bundle // facts[0]["kv_bundle_tokens"]
+    floors = sum(m["kv_floor_tokens"] * token for m in facts)
+    wanted = run.sizes.kill_streams * (run.sizes.kill_prompts[0] + run.sizes.kill_length) * token
+    return floors + max(-(-wanted // bundle) * bundle - facts[-1]["kv_floor_tokens"] * token, bundle)
+
+
+def end_by_kill(run, fleet, role, servers, prompts, metric):
+    """kill -9 of an agent or the daemon while requests run and memory moves: with no next Generation everything
+    ends by itself; nothing is left, and a next daemon starts and ends."""
+    run.need(60, f"kill -9 of {role}")
+    pids = [pid for server in fleet.servers() for pid in (server.process.pid, *server.schedulers())]
+    with Traffic(servers, prompts, run.sizes.kill_length, streams=2, excused=True):
+        time.sleep(1.0)
+        began = time.monotonic()
+        fleet.roles[role].kill()
+        others = [process for name, process in fleet.roles.items() if name != role]
+
+        def ended():
+            return all(process.poll() is not None for process in others) and not alive(pids)
+
+        try:
+            harness.wait_until(ended, 45, f"all ends after the death of {role}", 0.1)
+            took, stuck = time.monotonic() - began, ""
+        except harness.Failed:
+            took = 45.0
+            stuck = f"; still there: {[name for name, process in fleet.roles.items() if process.poll() is None]}, {len(alive(pids))} of {len(pids)} processes of Instances"
+            run.failures.append(f"{role}: not all has ended 45 s after its death{stuck}")
+    # What has not ended by itself is ended now; the Fleet is no longer one.
+    run.fleet = None
+    told = fleet.role_tail("daemon") if role != "daemon" else ""
+    cause = [line for line in told.splitlines() if "failure" in line.lower()]
+    left_over, before = fleet.kill_all()
+    if run.arguments.keep_logs:
+        run.keep_logs(fleet)
+    left = run.memory_left(fleet)
+    run.book.add(results.row(metric, left, "MiB", target=f"<= {LEFT_MIB}",
+                             note=f"of GPU memory after kill -9 of {role} while KV memory moved; everything had ended by itself after {took:.1f} s{stuck}; "
+                             f"of MPS: {', '.join(before) or 'nothing'}, after the next daemon's start and end: {', '.join(left_over) or 'nothing'}; "
+                             f"the daemon said: {(cause[0][-160:] if cause else 'nothing (it was killed)' if role == 'daemon' else 'no failure')}"))  # fmt: skip
+    if left_over:
+        run.failures.append(f"kill -9 of {role} left {left_over}")
+    if role != "daemon" and not cause:
+        run.failures.append(f"kill -9 of {role}: the daemon told no failure")
+
+
+def step_daemon(run):
+    """Of the system that runs; it ends with it."""
+    if run.book.has("kv.kill.daemon_left_mib"):
+        return
+    fleet, sizes = run.system(), run.sizes
+    set_policy(fleet, "deadline")
+    trim(fleet)
+    vocab = min(sglang_models.facts(server.model.path)["vocab_size"] for server in fleet.servers())
+    length = min(sizes.most_prompt, min(server.model.context for server in fleet.servers()) - sizes.kill_length - 8)
+    prompts = [sglang_gpu.ids_of(f"daemon {n}", n, vocab) for n in (length, length // 2, length // 3)]
+    end_by_kill(run, fleet, "daemon", fleet.servers(), prompts, "kv.kill.daemon_left_mib")
+
+
+# ---- the driver's part -------------------------------------------------------------------------------------------
+def step_driver(run):
+    program = run.arguments.build / "tests" / "cuda_kv_bench"
+    if run.host.kind == "cpu" or not program.exists():
+        print(f"    left out: {'no GPU' if run.host.kind == 'cpu' else 'the build has no tests/cuda_kv_bench'}", flush=True)
+        return
+    run.need(30, "cuda_kv_bench")
+    run.stop()
+    folder = run.arguments.scratch / "driver"
+    command = [sys.executable, str(results.ROOT / "tests" / "cuda" / "run_on_device"), "--build", str(run.arguments.build), "--out", str(folder), "--only", "kv"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=min(100, run.left()))
+    harness.check(out.returncode == 0, f"run_on_device: {out.returncode} {(out.stdout + out.stderr)[-600:]}")
+    run.book.add(*json.loads((folder / "kv_cuda.json").read_text())["rows"])
+
+
+STEPS = {
+    "longest": step_longest,
+    "neighbour": step_neighbour,
+    "cold": step_cold,
+    "goodput": step_goodput,
+    "daemon": step_daemon,
+    "kvcached": step_kvcached,
+    "static": step_static,
+    "kills": step_kills,
+    "driver": step_driver,
+}
+
+
+def parse(words=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--only", default=",".join(ORDER), help="steps, in the order in which they are to run")
+    parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True, help="keep the rows of an earlier run in this folder (default: OUT)")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds")
+    parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
+    parser.add_argument("--rates", default="1,0.5,0.2", help="requests/s of each model in `goodput`")
+    parser.add_argument("--cold-rates", default="0.8,0.2", help="requests/s of each model in `cold` and of the peers; the first one gives the ratios")
+    parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 4096; rehearsal: 4)")
+    parser.add_argument("--scale", type=float, help="by which the trace's prompts are longer in `goodput` (default: 2)")
+    parser.add_argument("--seconds", type=float, help="of load of each cell of `goodput` (default: 30)")
+    parser.add_argument("--engine-gib", type=float, default=8.0, help="what a plain server takes beside weights and KV Cache")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--site", type=pathlib.Path, help="folder that goes in front of the servers' PYTHONPATH")
+    parser.add_argument("--peer", type=pathlib.Path, help="folder in which kvcached is installed (tests/cuda/sglang_bundle peer)")
+    parser.add_argument("--caches", type=pathlib.Path, help="archive of compiled kernels of an earlier run; a new one goes to OUT/caches.tar.gz")
+    parser.add_argument("--flags", default="", help="further arguments of all servers")
+    parser.add_argument("--observe", action="store_true", help="observers on (xpool trace)")
+    parser.add_argument("--keep-logs", action="store_true", help="the ends of all logs go to OUT/logs.tar.gz")
+    parser.add_argument("--rehearse", "--cpu", action="store_true")
+    arguments = parser.parse_args(words)
+    arguments.rates = [float(rate) for rate in arguments.rates.split(",")]
+    arguments.cold_rates = [float(rate) for rate in arguments.cold_rates.split(",")]
+    arguments.build, arguments.out = arguments.build.resolve(), arguments.out.resolve()
+    arguments.resume = arguments.out if arguments.resume is True else arguments.resume
+    unknown = [step for step in arguments.only.split(",") if step not in STEPS]
+    if unknown:
+        parser.error(f"no such step: {', '.join(unknown)}")
+    if arguments.rehearse:
+        arguments.rates = arguments.rates[:1]
+        arguments.cold_rates = arguments.cold_rates[:1]
+    return arguments
+
+
+def main():
+    arguments = parse()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="xpool-kv-gpu-") as scratch:
+        arguments.scratch = pathlib.Path(scratch)
+        return sglang_gpu.perform(Run(arguments), STEPS)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))
+    sys.exit(main())

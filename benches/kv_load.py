@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: MIT
+"""Load and verdicts of benches/kv_gpu.py: a shifting load from a trace, what came of it, and memory seen from
+outside. Nothing here starts a server."""
+
+import csv
+import ctypes
+import datetime
+import pathlib
+import random
+import re
+import threading
+import time
+
+import open_client
+
+PERIOD_S = 0.1
+LOOKS = 4  # at a sum that passes the pool: processes are not read at one moment
+HOT, COLD = 2.2, 0.4  # times the mean rate; each model is hot in one of three phases
+
+
+# ---- load --------------------------------------------------------------------------------------------------
+def read_trace(path, scale=1.0):
+    """[(seconds, prompt tokens, answer tokens)] in order of time, prompts `scale` times as long."""
+    rows = []
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            stamp = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            rows.append((stamp, max(int(int(row["ContextTokens"]) * scale), 4), max(int(row["GeneratedTokens"]), 2)))
+    rows.sort()
+    return [(at - rows[0][0], prompt, answer) for at, prompt, answer in rows]
+
+
+class Source:
+    """One model's part of a trace; the same requests each time it is made."""
+
+    def __init__(self, name, trace, begin, vocab, most_prompt, most_answer):
+        self.name, self.trace, self.vocab = name, trace, vocab
+        self.most_prompt, self.most_answer = most_prompt, most_answer
+        self.next, self.made = int(begin * len(trace)), 0
+
+    def body(self, row):
+        self.made += 1
+        chance = random.Random(f"{self.name} {self.made}")
+        prompt, answer = min(row[1], self.most_prompt), min(row[2], self.most_answer)
+        ids = [chance.randrange(16, self.vocab - 16) for _ in range(prompt)]
+        sampling = {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True}
+        return {"input_ids": ids, "sampling_params": sampling}
+
+    def phase(self, rate, begin, seconds):
+        """[(seconds, body)]: the trace's next rows, their gaps scaled so that there are `rate` a second."""
+        count = max(round(rate * seconds), 1)
+        rows = [self.trace[(self.next + i) % len(self.trace)] for i in range(count + 1)]
+        self.next += count
+        first, span = rows[0][0], rows[-1][0] - rows[0][0]
+        if span <= 0:  # the trace began anew, or all came at once
+            first, span = 0, count
+            rows = [(i, *row[1:]) for i, row in enumerate(rows)]
+        return [(begin + (row[0] - first) / span * seconds, self.body(row)) for row in rows[:count]]
+
+
+def workload(sources, rate, seconds):
+    """{name: [(seconds, body)]}: as many phases as there are sources, one of them hot in each; every source has
+    `rate` requests/s on the whole."""
+    names = list(sources)
+    shares = [HOT if len(names) > 1 else 1.0] + [COLD] * (len(names) - 1)
+    total = sum(shares)
+    found = {name: [] for name in names}
+    each = seconds / len(names)
+    for number in range(len(names)):
+        for place, name in enumerate(names):
+            share = shares[(place - number) % len(names)] * len(names) / total
+            found[name] += sources[name].phase(rate * share, number * each, each)
+    return found
+
+
+def replay(servers, requests, patience):
+    """{name: Answers} of an open-loop load on all servers at once; `servers`: {name: port}."""
+    answers, errors = {}, []
+
+    def one(name):
+        try:
+            answers[name] = open_client.replay(servers[name], requests[name], patience) if requests[name] else []
+        except Exception as error:  # the caller's to judge
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return answers
+
+
+# ---- outcome -----------------------------------------------------------------------------------------------
+def mean_tbt(answer):
+    return (answer.times[-1] - answer.times[0]) / max(len(answer.times) - 1, 1)
+
+
+def quantile(values, part):
+    ordered = sorted(values)
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
+
+
+def judge(requests, answers, targets, seconds):
+    """What came of a load: counts for each model and in all, times of what was served whole, goodput.
+    `targets`: {name: (TTFT, TBT) in ms}. Goodput counts answers that are whole and whose first token and mean time
+    between tokens kept the targets. `refused`: a status other than 200; `cut`: ended with fewer tokens than
+    asked for; `unfinished`: neither ended nor refused when the client left."""
+    by, ttft, gaps = {}, [], []
+    for name, sent in requests.items():
+        count = dict.fromkeys(("asked", "good", "late", "refused", "cut", "unfinished"), 0)
+        for (_, body), answer in zip(sent, answers[name], strict=True):
+            count["asked"] += 1
+            if answer.status is not None and answer.status != 200:
+                count["refused"] += 1
+            elif not answer.finished:
+                count["unfinished"] += 1
+            elif len(answer.ids) < body["sampling_params"]["max_new_tokens"]:
+                count["cut"] += 1
+            else:
+                first, between = targets[name]
+                good = answer.times[0] * 1e3 <= first and mean_tbt(answer) * 1e3 <= between
+                count["good" if good else "late"] += 1
+                ttft.append(answer.times[0])
+                gaps += [b - a for a, b in zip(answer.times, answer.times[1:], strict=False)]
+        by[name] = count
+    whole = {key: sum(count[key] for count in by.values()) for key in next(iter(by.values()))}
+    return {
+        "by": by, **whole, "seconds": seconds, "goodput": whole["good"] / seconds, "offered": whole["asked"] / seconds,
+        "ttft": [quantile(ttft, part) * 1e3 for part in (0.5, 0.99)],
+        "tbt": [quantile(gaps, part) * 1e3 for part in (0.5, 0.99)],
+    }  # fmt: skip
+
+
+def counts(one):
+    """In words, for a note."""
+    words = ", ".join(f"{one[key]} {key}" for key in ("good", "late", "refused", "cut", "unfinished"))
+    each = "; ".join(f"{name} {count['good']} of {count['asked']}" for name, count in one["by"].items())
+    return f"of {one['asked']} requests in {one['seconds']:g} s: {words} ({each})"
+
+
+# ---- memory from outside -----------------------------------------------------------------------------------
+class Nvml:
+    """The driver's own account of a GPU's memory, without a process for each look."""
+
+    PLACES = ("", "/usr/local/nvidia/lib64/", "/usr/local/nvidia/lib/", "/usr/lib/x86_64-linux-gnu/")
+
+    def __init__(self, index):
+        for place in self.PLACES:
+            try:
+                self.library = ctypes.CDLL(f"{place}libnvidia-ml.so.1")
+                break
+            except OSError:
+                continue
+        else:
+            raise OSError("libnvidia-ml.so.1 is not here")
+        if self.library.nvmlInit_v2():
+            raise OSError("nvmlInit failed")
+        self.handle = ctypes.c_void_p()
+        if self.library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(self.handle)):
+            raise OSError(f"NVML knows no GPU {index}")
+
+    def used(self):
+        """Bytes in use."""
+        found = (ctypes.c_ulonglong * 3)()  # total, free, used
+        if self.library.nvmlDeviceGetMemoryInfo(self.handle, ctypes.byref(found)):
+            raise OSError("nvmlDeviceGetMemoryInfo failed")
+        return found[2]
+
+
+def held(pid):
+    """Bytes that the KV memfds of a process hold."""
+    total, seen = 0, set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "xpool-kv:" in link.readlink().name:
+                stat = link.stat()
+                total += 0 if stat.st_ino in seen else stat.st_blocks * 512
+                seen.add(stat.st_ino)
+        except OSError:
+            continue
+    return total
+
+
+class Watch:
+    """Reads bytes every 100 ms; `look()` gives {name: bytes}. Where the sum is above `bound`, what counts is the
+    least of some readings of each name."""
+
+    def __init__(self, look, bound=None, period=PERIOD_S):
+        self.look, self.bound, self.period = look, bound, period
+        self.rows, self.errors, self.end = [], [], threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self):
+        began = time.monotonic()
+        while not self.end.wait(self.period):
+            try:
+                row = self.look()
+                for _ in range(LOOKS if self.bound is not None else 0):
+                    if sum(row.values()) <= self.bound:
+                        break
+                    again = self.look()
+                    row = {name: min(row[name], again.get(name, 0)) for name in row}
+            except OSError as error:
+                self.errors.append(str(error))
+                continue
+            self.rows.append((time.monotonic() - began, row))
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.end.set()
+        self.thread.join()
+
+    def peak(self):
+        return max((sum(row.values()) for _, row in self.rows), default=0)
+
+
+def kv_of_device(rows, before, after, floors):
+    """[(seconds, bytes of KV)] of a device whose memory in use was `before` and `after` the load while only the
+    floors were there; what engines took for good meanwhile is no KV."""
+    base = max(before, after)
+    return [(at, sum(row.values()) - base + floors) for at, row in rows]
+
+
+# ---- the daemon's books --------------------------------------------------------------------------------------
+def charged(books):
+    """What `xpool kv --json` has to say that it charges: for each group once the largest of its floor, what it
+    has and what it was last told. {device: bytes}"""
+    found = dict.fromkeys((pool["device"] for pool in books["pools"]), 0)
+    for group in books["groups"]:
+        token_bytes = group["bundle_bytes"] // group["bundle_tokens"]
+        last = group["last_command"]
+        goal = last["tokens"] * token_bytes if last else 0
+        for device in group["devices"]:
+            found[device] += max(group["floor"]["bytes"], group["backed"]["bytes"], goal)
+    return found
+
+
+def wrong_books(books):
+    """What is wrong with them, or None."""
+    for pool in books["pools"]:
+        bytes_, sums = pool["charged_bytes"], charged(books)[pool["device"]]
+        if sums != bytes_ or bytes_ > pool["bytes"] or pool["free_bytes"] != pool["bytes"] - bytes_:
+            return f"{pool['device']}: {sums} bytes by its groups, {bytes_} charged, {pool['free_bytes']} free of {pool['bytes']}"
+    return None
+
+
+def shares(books):
+    """{model: tokens} of an equal split of the pool in bytes, in whole bundles. One pool, one group a model."""
+    pool, groups = books["pools"][0]["bytes"], books["groups"]
+    return {g["model"]: pool // len(groups) // g["bundle_bytes"] * g["bundle_tokens"] for g in groups}
+
+
+# ---- what logs tell ------------------------------------------------------------------------------------------
+def kvcached_patches(text):
+    """(patches applied, patches that failed) as kvcached says in a server's log; None: it says nothing."""
+    done = re.findall(r"Successfully patched \S+: (.+)", text)
+    failed = re.findall(r"Failed to patch \S+: (.+)", text)
+    if not done and not failed:
+        return None
+
+    def count(lists):
+        return max((len([one for one in line.split(",") if one.strip()]) for line in lists), default=0)
+
+    return count(done), count(failed)

@@ -1,0 +1,360 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""benches/kv_gpu.py without a server: the load, how answers are judged, memory seen from outside, the daemon's
+books, rows, and what is told of a peer that does not run."""
+
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+import types
+import unittest
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "benches"))
+
+import kv_gpu  # noqa: E402
+import kv_load  # noqa: E402
+import sglang_gpu  # noqa: E402
+import sglang_servers  # noqa: E402
+from sglang_servers import harness  # noqa: E402
+
+TRACE = [(0.5 * i, 10 + i % 7, 2 + i % 3) for i in range(50)]
+
+
+def source(name, **more):
+    return kv_load.Source(name, TRACE, more.get("begin", 0.0), 1000, more.get("prompt", 12), more.get("answer", 3))
+
+
+def answer(status=200, times=(), count=None, finished=True):
+    return types.SimpleNamespace(status=status, times=list(times), ids=list(range(count if count is not None else len(times))), finished=finished)
+
+
+def request(tokens):
+    return 0.0, {"input_ids": [1], "sampling_params": {"max_new_tokens": tokens}}
+
+
+def group(model, backed, floor, goal=None, bundle=64, tokens=16):
+    size = {"backed": {"bytes": backed * bundle, "tokens": backed * tokens}, "floor": {"bytes": floor * bundle, "tokens": floor * tokens}}
+    last = None if goal is None else {"tokens": goal * tokens}
+    return {"model": model, "bundle_bytes": bundle, "bundle_tokens": tokens, "devices": ["cuda:0"], "last_command": last, "demand": None, **size}
+
+
+def books(*groups, pool=1000, charged=None):
+    found = {"groups": list(groups), "pools": [{"device": "cuda:0", "bytes": pool}]}
+    total = kv_load.charged(found)["cuda:0"] if charged is None else charged
+    found["pools"][0].update(charged_bytes=total, free_bytes=pool - total)
+    return found
+
+
+class Load(unittest.TestCase):
+    def test_a_trace(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "t.csv"
+            path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:48.0000000,400,1\n2023-11-16 18:15:46.5000000,100,44\n")
+            self.assertEqual(kv_load.read_trace(path, 2.0), [(0.0, 200, 44), (1.5, 800, 2)])
+
+    def test_each_is_hot_in_turn_and_has_its_rate(self):
+        names = ("a", "b", "c")
+        load = kv_load.workload({name: source(name) for name in names}, 2.0, 30)
+        for place, name in enumerate(names):
+            times = [at for at, _ in load[name]]
+            self.assertEqual(times, sorted(times))
+            self.assertTrue(0 <= times[0] and times[-1] < 30)
+            self.assertAlmostEqual(len(times), 60, delta=2)
+            by = [sum(10 * phase <= at < 10 * (phase + 1) for at in times) for phase in range(3)]
+            self.assertEqual(by.index(max(by)), place)
+            self.assertGreater(max(by), 4 * min(by))
+
+    def test_the_same_requests_each_time_and_within_bounds(self):
+        one, other = (kv_load.workload({"a": source("a")}, 1.0, 20) for _ in range(2))
+        self.assertEqual(one, other)
+        for _, body in one["a"]:
+            self.assertLessEqual(len(body["input_ids"]), 12)
+            self.assertLessEqual(body["sampling_params"]["max_new_tokens"], 3)
+            self.assertTrue(all(16 <= token < 984 for token in body["input_ids"]))
+        self.assertNotEqual(one, kv_load.workload({"a": source("a", begin=0.5)}, 1.0, 20))
+
+    def test_a_trace_that_begins_anew(self):
+        rows = source("a", begin=0.9).phase(1.0, 5.0, 20)
+        self.assertEqual(len(rows), 20)
+        self.assertTrue(all(5.0 <= at <= 25.0 for at, _ in rows))
+
+
+class Judged(unittest.TestCase):
+    TARGETS = {"m": (1000.0, 100.0)}
+
+    def of(self, *pairs, seconds=10):
+        return kv_load.judge({"m": [request(tokens) for tokens, _ in pairs]}, {"m": [one for _, one in pairs]}, self.TARGETS, seconds)
+
+    def test_every_kind(self):
+        found = self.of(
+            (3, answer(times=[0.5, 0.55, 0.6])),  # good
+            (3, answer(times=[1.5, 1.55, 1.6])),  # the first token is late
+            (3, answer(times=[0.5, 0.7, 0.9])),  # between tokens
+            (3, answer(times=[0.5, 0.55])),  # cut short
+            (3, answer(status=400)),
+            (3, answer(status=200, times=[0.5], finished=False)),
+            (3, answer(status=None, finished=False)),
+        )
+        self.assertEqual({key: found[key] for key in ("asked", "good", "late", "refused", "cut", "unfinished")},
+                         {"asked": 7, "good": 1, "late": 2, "refused": 1, "cut": 1, "unfinished": 2})
+        self.assertAlmostEqual(found["goodput"], 0.1)
+        self.assertAlmostEqual(found["offered"], 0.7)
+        self.assertIn("1 good, 2 late, 1 refused", kv_load.counts(found))
+
+    def test_nothing_served(self):
+        found = self.of((3, answer(status=400)))
+        self.assertEqual(found["goodput"], 0)
+        self.assertNotEqual(found["ttft"][0], found["ttft"][0])  # not a number
+
+
+class Memory(unittest.TestCase):
+    def test_a_device_without_what_engines_took_for_good(self):
+        rows = [(0.1, {"device": 1000}), (0.2, {"device": 1500}), (0.3, {"device": 1100})]
+        self.assertEqual([value for _, value in kv_load.kv_of_device(rows, 1000, 1100, 60)], [-40, 460, 60])
+
+    def test_watch_takes_the_least_of_some_looks(self):
+        looks = iter([{"a": 8, "b": 8}, {"a": 2, "b": 8}, *[{"a": 2, "b": 2}] * 1000])
+        with kv_load.Watch(lambda: next(looks), 10, 0.01) as watch:
+            time.sleep(0.1)
+        self.assertEqual(watch.rows[0][1], {"a": 2, "b": 8})
+        self.assertEqual(watch.peak(), 10)
+
+    def test_watch_counts_what_it_misses(self):
+        def look():
+            raise OSError("gone")
+
+        with kv_load.Watch(look, None, 0.01) as watch:
+            time.sleep(0.05)
+        self.assertEqual((watch.rows, watch.peak()), ([], 0))
+        self.assertTrue(watch.errors)
+
+    def test_where_nvml_is_looked_for(self):
+        class Library:
+            def nvmlInit_v2(self):
+                return 0
+
+            def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+                return 0 if index.value == 1 else 2
+
+            def nvmlDeviceGetMemoryInfo(self, handle, found):
+                found._obj[2] = 77
+                return 0
+
+        asked = []
+
+        def load(name):
+            asked.append(name)
+            if not name.startswith("/usr/local/nvidia/lib64"):
+                raise OSError(name)
+            return Library()
+
+        with mock.patch.object(kv_load.ctypes, "CDLL", load):
+            self.assertEqual(kv_load.Nvml(1).used(), 77)
+            with self.assertRaisesRegex(OSError, "no GPU 5"):
+                kv_load.Nvml(5)
+        self.assertEqual(asked[:2], ["libnvidia-ml.so.1", "/usr/local/nvidia/lib64/libnvidia-ml.so.1"])
+        with mock.patch.object(kv_load.ctypes, "CDLL", side_effect=OSError), self.assertRaisesRegex(OSError, "not here"):
+            kv_load.Nvml(0)
+
+    def test_memfds_of_a_process(self):
+        before = kv_load.held(os.getpid())
+        fd = os.memfd_create("xpool-kv: test")
+        try:
+            os.write(fd, b"x" * 8192)
+            copy = os.dup(fd)  # counts once
+            self.assertEqual(kv_load.held(os.getpid()) - before, 8192)
+            os.close(copy)
+        finally:
+            os.close(fd)
+
+
+class Books(unittest.TestCase):
+    def test_each_group_once_with_the_largest(self):
+        found = books(group("a", 3, 2, 5), group("b", 1, 2), group("c", 4, 1, 2))
+        self.assertEqual(kv_load.charged(found), {"cuda:0": (5 + 2 + 4) * 64})
+        self.assertIsNone(kv_load.wrong_books(found))
+        self.assertIn("charged", kv_load.wrong_books(books(group("a", 3, 2), charged=64)))
+        self.assertIn("charged", kv_load.wrong_books(books(group("a", 30, 2), pool=100)))
+
+    def test_equal_shares_in_whole_bundles(self):
+        found = books(group("a", 1, 1), group("b", 1, 1, bundle=100, tokens=32), pool=1000)
+        self.assertEqual(kv_load.shares(found), {"a": 7 * 16, "b": 5 * 32})
+
+    def test_memory_that_leaves_a_pool(self):
+        device = {"weight_bytes": 100, "workspace_bytes": 20, "arena_bytes": 30, "budget_bytes": 900}
+        self.assertEqual(sglang_servers.memory_for(device, 1000, 750), 1000)
+
+
+class Policies(unittest.TestCase):
+    """set_policy gives the commands that each change needs."""
+
+    def fleet(self):
+        said, state = [], books(group("a", 1, 1), group("b", 1, 1), pool=640)
+        share = {"a": 5, "b": 5}
+
+        def kv(*words):
+            said.append(words)
+            if words[:1] == ("set",) and "--ceiling" in words:
+                one = kv_gpu.group_of(state, words[1])
+                size = int(words[3]) // 16 if words[3] != "16" else 1
+                one["backed"] = {"tokens": size * 16, "bytes": size * 64}
+
+        made = types.SimpleNamespace(kv=kv, books=lambda: state, policy="deadline", first={"a": (16, 640), "b": (16, 640)}, said=said)
+        self.assertEqual(kv_load.shares(state), {name: 16 * count for name, count in share.items()})
+        return made
+
+    def test_there_and_back(self):
+        fleet = self.fleet()
+        kv_gpu.set_policy(fleet, "deadline")
+        self.assertEqual(fleet.said, [])
+        kv_gpu.set_policy(fleet, "static")
+        self.assertEqual(fleet.said, [("trim", "--all"), ("set", "a", "--floor", "80", "--ceiling", "80"), ("set", "b", "--floor", "80", "--ceiling", "80")])
+        fleet.said.clear()
+        kv_gpu.set_policy(fleet, "arrival")
+        self.assertEqual(fleet.said[:2], [("set", "a", "--floor", "16"), ("set", "b", "--floor", "16")])
+        self.assertEqual(fleet.said[2:4], [("set", "a", "--floor", "16", "--ceiling", "640"), ("set", "b", "--floor", "16", "--ceiling", "640")])
+        self.assertEqual(fleet.said[4:], [("trim", "--all"), ("policy", "arrival")])
+
+
+class Rows(unittest.TestCase):
+    ONE = {"by": {"m": {"asked": 9, "good": 6}}, "asked": 9, "good": 6, "late": 1, "refused": 1, "cut": 1, "unfinished": 0, "seconds": 3, "goodput": 2.0,
+           "offered": 3.0, "ttft": [10.0, 20.0], "tbt": [5.0, 6.0], "peak": 90, "pool": 100, "samples": 30, "missed": 0, "grown": 1 << 20,
+           "commands": 3, "rows": [(0.1, 50), (0.2, 90)]}  # fmt: skip
+
+    def test_of_a_policy(self):
+        rows = {row["metric"]: row for row in kv_gpu.policy_rows(0.5, "deadline", self.ONE, {"m": (1000, 100)})}
+        self.assertEqual(rows["kv.goodput.rate0.5.deadline"]["value"], 2.0)
+        self.assertEqual(rows["kv.goodput.rate0.5.deadline.refused_or_late"]["value"], 3)
+        self.assertEqual(rows["kv.pool.rate0.5.deadline.peak_fraction"]["value"], 0.9)
+        self.assertIn("1 MiB that engines took", rows["kv.pool.rate0.5.deadline.peak_fraction"]["note"])
+        self.assertEqual(rows["kv.ttft.rate0.5.deadline.p99"]["value"], 20.0)
+        nothing = kv_gpu.policy_rows(0.5, "deadline", {**self.ONE, "ttft": [float("nan")] * 2, "tbt": [float("nan")] * 2}, {"m": (1000, 100)})
+        json.dumps([*rows.values(), *nothing], allow_nan=False)
+
+    def run_in(self, folder, only="goodput"):
+        arguments = kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse", "--only", only, "--resume"])
+        return kv_gpu.Run(arguments)
+
+    def test_ratios_and_plots_when_all_policies_are_there(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            for policy, good in (("static", 1.0), ("arrival", 1.6), ("deadline", 2.0)):
+                kv_gpu.goodput_rows(run)
+                self.assertFalse(run.book.has("kv.goodput.rate1.deadline_static_ratio"))
+                run.samples.keep("kv_goodput", f"1 {policy}", {**self.ONE, "goodput": good})
+            kv_gpu.goodput_rows(run)
+            self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_static_ratio"]["value"], 2.0)
+            self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_arrival_ratio"]["value"], 1.25)
+            for name in ("kv-gpu-goodput.svg", "kv-gpu-memory.svg"):
+                self.assertIn("</svg>", (pathlib.Path(folder) / name).read_text())
+            again = self.run_in(folder)  # goes on where that one ended
+            self.assertEqual(again.book.rows["kv.goodput.rate1.deadline_static_ratio"]["value"], 2.0)
+            self.assertEqual(again.book.plots, ["kv-gpu-goodput.svg", "kv-gpu-memory.svg"])
+            self.assertEqual(json.loads((pathlib.Path(folder) / "kv_rehearsal.json").read_text())["bench"], "kv_gpu")
+
+    def test_ratios_of_the_peers(self):
+        side = {"tbt": [0.01] * 98 + [0.02] * 2, "ttft": [0.1], "asked": 5, "unfinished": 0}
+        slow = {**side, "tbt": [0.01] * 98 + [0.2] * 2}
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            run.samples.keep("kv_cold_ours", "0.8", side)
+            kv_gpu.cold_rows(run)
+            self.assertFalse(run.book.has("tbt.cold_models.p99_static_ratio"))
+            run.samples.keep("kv_cold_static", "0.8", slow)
+            kv_gpu.cold_rows(run)
+            self.assertAlmostEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["value"], 10.0)
+            self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["target"], ">= 1")
+            self.assertFalse(run.book.has("tbt.cold_models.p99_kvcached_ratio"))
+
+    def test_a_peer_that_does_not_run_is_no_win(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder, "kvcached")
+            with mock.patch.object(kv_gpu.Run, "start", side_effect=harness.Failed("no such GPU")), mock.patch.object(kv_gpu.Run, "model", lambda self, name: types.SimpleNamespace(name=name)):
+                kv_gpu.plain_side(run, "kvcached")
+            row = run.book.rows["tbt.cold_models.p99_kvcached_ratio"]
+            self.assertIsNone(row["value"])
+            self.assertIn("kvcached failed to run: Failed: no such GPU", row["note"])
+            self.assertEqual(len(run.failures), 1)
+            self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["note"], "not run yet")
+
+
+class Peers(unittest.TestCase):
+    def test_arguments_of_kvcached(self):
+        words = ["--port", "1", "--mem-fraction-static", "0.95", "--piecewise-cuda-graph-tokens", "128", "512", "--device", "cuda"]
+        self.assertEqual(sglang_servers.for_kvcached(words), ["--port", "1", "--device", "cuda", "--disable-piecewise-cuda-graph"])
+
+    def test_no_folder_no_kvcached(self):
+        host = sglang_servers.Gpus.__new__(sglang_servers.Gpus)
+        with self.assertRaisesRegex(harness.Failed, "kvcached is not here"):
+            host.kvcached_environment("m")
+        with tempfile.TemporaryDirectory() as folder:
+            host.peer = pathlib.Path(folder)
+            (host.peer / "kvcached").mkdir()
+            found = host.kvcached_environment("m")
+        self.assertEqual((found["ENABLE_KVCACHED"], found["KVCACHED_IPC_NAME"]), ("true", "xpool_peer_m"))
+
+    def test_what_kvcached_says(self):
+        self.assertIsNone(kv_load.kvcached_patches("nothing of it"))
+        self.assertEqual(kv_load.kvcached_patches("[kvcached] Successfully patched sglang: a, b, c\n"), (3, 0))
+        self.assertEqual(kv_load.kvcached_patches("Successfully patched sglang: a\nFailed to patch sglang: b, c\n"), (1, 2))
+        server = types.SimpleNamespace(text=lambda: "Failed to patch sglang: b", name=lambda: "s")
+        with self.assertRaisesRegex(harness.Failed, "patches"):
+            kv_gpu.check_patched({"m": server})
+
+    def test_steps_are_known(self):
+        self.assertEqual(set(kv_gpu.ORDER), set(kv_gpu.STEPS))
+        with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
+            kv_gpu.parse(["--build", "x", "--only", "nonsense"])
+
+
+class Traffic(unittest.TestCase):
+    def test_other_tokens_are_counted(self):
+        def post(path, body, timeout):
+            return {"output_ids": [1, 9]}
+
+        server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
+        with kv_gpu.Traffic([server], [[1]], 2, [[1, 2]]) as traffic:
+            time.sleep(0.05)
+        self.assertGreater(traffic.served["m"], 0)
+        self.assertEqual(traffic.wrong, traffic.served["m"])
+
+    def test_errors_of_the_dying_are_excused(self):
+        def post(path, body, timeout):
+            raise OSError("gone")
+
+        server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
+        for excused in (True, False):
+            with kv_gpu.Traffic([server], [[1]], 2, excused=excused, streams=2) as traffic:
+                time.sleep(0.05)
+            self.assertEqual(bool(traffic.errors), not excused)
+
+    def test_all_go_on_or_it_is_told(self):
+        def post(path, body, timeout):
+            return {"output_ids": [1, 2]}
+
+        server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
+        with kv_gpu.Traffic([server], [[1]], 2, [[1, 2]], pause=0.01) as traffic:
+            kv_gpu.goes_on(traffic)
+        self.assertEqual((traffic.wrong, traffic.errors), (0, []))
+        with mock.patch.object(harness, "wait_until", side_effect=harness.Failed("late")), self.assertRaises(harness.Failed):
+            kv_gpu.goes_on(traffic)
+
+
+class Cold(unittest.TestCase):
+    def test_ours_is_elastic(self):
+        started = {}
+        run = types.SimpleNamespace(samples=types.SimpleNamespace(get=lambda *_: None), sizes=types.SimpleNamespace(cold_kv_tokens=1),
+                                    real=lambda name, tokens: name, start=lambda name, **what: started.update(what) or 1 / 0)  # fmt: skip
+        with self.assertRaises(ZeroDivisionError):
+            sglang_gpu.cold_side(run, "ours", [0.8], [])
+        self.assertEqual(started["kv_policy"], "deadline")
+
+
+
+if __name__ == "__main__":
+    unittest.main()
