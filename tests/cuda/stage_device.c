@@ -405,7 +405,7 @@ static void part_marked(uint32_t thousands)
         const order_t order = {ORDER_TRIPS, 0, TRIPS_MARKED, 1 + n * 5, 50000000};
         CHECK(kit_send(victim.socket, &order, sizeof(order), -1));
         usleep(100000 + kit_value(n, 11) % 50000);
-        killed(&victim);
+        agent_kill(&victim);
         detach(INSTANCE_B);
         answer_t answer =
             ask(&client, (order_t){ORDER_TRIPS, 0, TRIPS_MARKED, 1 + n, 2000}, -1, NULL);
