@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Padded rows of a captured batch load no extra experts: three streams decode on servers whose only captured
 batch is 4, 8, 16 or 32, all Instances of one MoE model with one weight set on the FFN side. What the FFN side's
-routers chose is counted there, by the kernels that choose (ExpertUsage in docs/designs/protocol.md); the
+routers chose is counted there, by the kernels that choose ("What routers choose" in docs/designs/cuda.md); the
 difference of two bursts with the same prompts is decoding alone.
 
 At the end as many prompt tokens as `spread` asks for: how they spread over experts, by the same counters.

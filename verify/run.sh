@@ -77,6 +77,11 @@ for bug in BUG_LINE_FIRST BUG_READY_FIRST BUG_ANY_WORD BUG_DETACH_RUNNING BUG_AT
     BUG_KEEP_WORDS BUG_ONE_RANK; do
     planted stage $bug
 done
+clean marked
+for bug in BUG_BRIEF_ALONE BUG_MARK_APART BUG_MARK_AGAIN BUG_KEEP_WORDS BUG_WAIT_FOR_WORDS \
+    BUG_FIRST_WORD; do
+    planted marked $bug
+done
 clean lease
 for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE; do
     planted lease $bug
