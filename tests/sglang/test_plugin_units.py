@@ -658,7 +658,7 @@ class Senders(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "of stop_token_ids is not in"):
                 self.validate([1], {**held_back, "stop_token_ids": ids})
         self.assertEqual(self.validate([1], {"logit_bias": {"5": 1, "6": -0.5}, "top_k": -1, "sampling_seed": 7}), "asked")
-        for wrong in ("x", None, [], float("nan"), float("inf")):
+        for wrong in ("x", None, [], float("nan"), float("inf"), -1e308, 1 << 200):
             with self.assertRaisesRegex(ValueError, "logit_bias has values"):
                 self.validate([1], {"logit_bias": {"5": 1, "6": wrong}})
         with self.assertRaisesRegex(ValueError, "logit_bias has values"):

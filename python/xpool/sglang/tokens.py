@@ -8,12 +8,12 @@ are none. It makes as many requests of one as `n` says before it looks at anythi
 that. And it keeps the state of a request that it has refused, for which an ordered end then waits for ever.
 """
 
-import math
 from contextlib import aclosing
 
 from xpool.sglang import patch
 
 _INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed")
+_MOST_BIAS = 1e30  # far beyond any use, and a float32
 MOST_CHOICES = 128  # as OpenAI, and our native Instances
 
 
@@ -45,8 +45,8 @@ def _check_sampling(parameters, vocabulary):
             raise ValueError(f"{name} is {value!r}; allowed is a whole number")
     bias = parameters.get("logit_bias") or {}
     values = bias.values() if isinstance(bias, dict) else [bias]
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-        raise ValueError("logit_bias has values that are no numbers")
+    if not all(isinstance(value, (int, float)) and abs(value) <= _MOST_BIAS for value in values):
+        raise ValueError(f"logit_bias has values that are no numbers up to {_MOST_BIAS:g}")
     if parameters.get("min_new_tokens"):
         _check_ids(parameters.get("stop_token_ids"), vocabulary, "stop_token_ids")
 
