@@ -650,6 +650,8 @@ class Senders(unittest.TestCase):
             self.validate([1], top_logprobs_num=5000, token_ids_logprob=[-7]),
         ):
             self.assertEqual(answer, "asked")
+        with self.assertRaisesRegex(ValueError, "no tokens"):
+            self.validate([])
         for ids in ([100], [-1], [1 << 70], [None], ["a"], [[1]], [1.5]):
             with self.assertRaisesRegex(ValueError, "not in the vocabulary of 100"):
                 self.validate(ids)

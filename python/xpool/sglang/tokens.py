@@ -53,6 +53,8 @@ def _check_sampling(parameters, vocabulary):
 
 def _validate(original, manager, request, input_ids, *arguments, **options):
     vocabulary = manager.model_config.vocab_size
+    if input_ids is not None and len(input_ids) == 0:
+        raise ValueError("the prompt has no tokens")
     _check_ids(input_ids, vocabulary, "the prompt")
     if getattr(request, "return_logprob", False):
         _check_ids(request.token_ids_logprob, vocabulary, "token_ids_logprob")
