@@ -666,7 +666,9 @@ class Senders(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "logit_bias has values"):
             self.validate([1], {"logit_bias": "x"})
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"):
-            for wrong in (1.5, "4", [4], 1 << 63, -(1 << 64)):
+            bits = 64 if name == "sampling_seed" else 32
+            self.assertEqual(self.validate([1], {name: (1 << bits - 1) - 1}), "asked")
+            for wrong in (1.5, "4", [4], 1 << bits - 1, -(1 << bits)):
                 with self.assertRaisesRegex(ValueError, f"^{name} is .*; allowed is a whole number"):
                     self.validate([1], {name: wrong})
         for name, wrong in (("top_logprobs_num", (-1, 101, 1 << 31, None, "1")), ("logprob_start_len", (-2, 51, None))):

@@ -12,7 +12,8 @@ from contextlib import aclosing
 
 from xpool.sglang import patch
 
-_INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed")
+# Bits of SGLang's tensors for them.
+_INTEGERS = {"max_new_tokens": 32, "min_new_tokens": 32, "top_k": 32, "sampling_seed": 64}
 _MOST_BIAS = 1e30  # far beyond any use, and a float32
 MOST_CHOICES = 128  # as OpenAI, and our native Instances
 
@@ -39,10 +40,10 @@ def _check_number(request, name, least, most):
 
 def _check_sampling(parameters, vocabulary):
     """SGLang compares with limits, where 1.5 is as good as 1, and looks at some not at all."""
-    for name in _INTEGERS:
+    for name, bits in _INTEGERS.items():
         value = parameters.get(name)
-        if value is not None and not (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
-            raise ValueError(f"{name} is {value!r}; allowed is a whole number")
+        if value is not None and not (isinstance(value, int) and -1 << bits - 1 <= value < 1 << bits - 1):
+            raise ValueError(f"{name} is {value!r}; allowed is a whole number of {bits} bits")
     bias = parameters.get("logit_bias") or {}
     values = bias.values() if isinstance(bias, dict) else [bias]
     if not all(isinstance(value, (int, float)) and abs(value) <= _MOST_BIAS for value in values):
