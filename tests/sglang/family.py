@@ -107,6 +107,7 @@ def ids_outside_the_vocabulary(system, truth, vocab):
         {"model": ID, "input_ids": [[1, 2, 3], [vocab]], "sampling_params": {"max_new_tokens": 4}},
         expect=400,
     )
+    system.post("/generate", {"model": ID, "input_ids": [[]], "sampling_params": {"max_new_tokens": 4}}, expect=400)
     for wrong in ({"top_logprobs_num": vocab + 1}, {"logprob_start_len": -5}, {"token_ids_logprob": [vocab]}):
         body = {"model": ID, "input_ids": [1], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
         system.post("/generate", {**body, **wrong}, expect=400)

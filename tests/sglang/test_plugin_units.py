@@ -650,6 +650,8 @@ class Senders(unittest.TestCase):
             self.validate([1], top_logprobs_num=5000, token_ids_logprob=[-7]),
         ):
             self.assertEqual(answer, "asked")
+        with self.assertRaisesRegex(ValueError, "no tokens"):
+            self.validate([])
         for ids in ([100], [-1], [1 << 70], [None], ["a"], [[1]], [1.5]):
             with self.assertRaisesRegex(ValueError, "not in the vocabulary of 100"):
                 self.validate(ids)
@@ -658,13 +660,15 @@ class Senders(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "of stop_token_ids is not in"):
                 self.validate([1], {**held_back, "stop_token_ids": ids})
         self.assertEqual(self.validate([1], {"logit_bias": {"5": 1, "6": -0.5}, "top_k": -1, "sampling_seed": 7}), "asked")
-        for wrong in ("x", None, [], float("nan"), float("inf")):
+        for wrong in ("x", None, [], float("nan"), float("inf"), -1e308, 1 << 200):
             with self.assertRaisesRegex(ValueError, "logit_bias has values"):
                 self.validate([1], {"logit_bias": {"5": 1, "6": wrong}})
         with self.assertRaisesRegex(ValueError, "logit_bias has values"):
             self.validate([1], {"logit_bias": "x"})
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"):
-            for wrong in (1.5, "4", [4], 1 << 63, -(1 << 64)):
+            bits = 64 if name == "sampling_seed" else 32
+            self.assertEqual(self.validate([1], {name: (1 << bits - 1) - 1}), "asked")
+            for wrong in (1.5, "4", [4], 1 << bits - 1, -(1 << bits)):
                 with self.assertRaisesRegex(ValueError, f"^{name} is .*; allowed is a whole number"):
                     self.validate([1], {name: wrong})
         for name, wrong in (("top_logprobs_num", (-1, 101, 1 << 31, None, "1")), ("logprob_start_len", (-2, 51, None))):

@@ -8,12 +8,13 @@ are none. It makes as many requests of one as `n` says before it looks at anythi
 that. And it keeps the state of a request that it has refused, for which an ordered end then waits for ever.
 """
 
-import math
 from contextlib import aclosing
 
 from xpool.sglang import patch
 
-_INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed")
+# Bits of SGLang's tensors for them.
+_INTEGERS = {"max_new_tokens": 32, "min_new_tokens": 32, "top_k": 32, "sampling_seed": 64}
+_MOST_BIAS = 1e30  # far beyond any use, and a float32
 MOST_CHOICES = 128  # as OpenAI, and our native Instances
 
 
@@ -39,20 +40,22 @@ def _check_number(request, name, least, most):
 
 def _check_sampling(parameters, vocabulary):
     """SGLang compares with limits, where 1.5 is as good as 1, and looks at some not at all."""
-    for name in _INTEGERS:
+    for name, bits in _INTEGERS.items():
         value = parameters.get(name)
-        if value is not None and not (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
-            raise ValueError(f"{name} is {value!r}; allowed is a whole number")
+        if value is not None and not (isinstance(value, int) and -1 << bits - 1 <= value < 1 << bits - 1):
+            raise ValueError(f"{name} is {value!r}; allowed is a whole number of {bits} bits")
     bias = parameters.get("logit_bias") or {}
     values = bias.values() if isinstance(bias, dict) else [bias]
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-        raise ValueError("logit_bias has values that are no numbers")
+    if not all(isinstance(value, (int, float)) and abs(value) <= _MOST_BIAS for value in values):
+        raise ValueError(f"logit_bias has values that are no numbers up to {_MOST_BIAS:g}")
     if parameters.get("min_new_tokens"):
         _check_ids(parameters.get("stop_token_ids"), vocabulary, "stop_token_ids")
 
 
 def _validate(original, manager, request, input_ids, *arguments, **options):
     vocabulary = manager.model_config.vocab_size
+    if input_ids is not None and len(input_ids) == 0:
+        raise ValueError("the prompt has no tokens")
     _check_ids(input_ids, vocabulary, "the prompt")
     if getattr(request, "return_logprob", False):
         _check_ids(request.token_ids_logprob, vocabulary, "token_ids_logprob")
