@@ -256,6 +256,7 @@ void daemon_advance(daemon_t *daemon)
         for (uint32_t f = 0; f < daemon->config->ffn_count; f++) {
             envelope.body.prepare.memory_bytes = daemon->planned->ffn[f].budget_bytes;
             daemon_generation_hand(daemon, f);
+            daemon_plane_hand(daemon, f);
             send_to(daemon->ffn[f], &envelope, NULL, 0);
         }
         for (uint32_t i = 0; i < daemon->config->model_count; i++)

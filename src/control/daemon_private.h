@@ -246,6 +246,10 @@ void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t rank, const
 void daemon_instance_try_attach(daemon_instance_t *instance);
 /* A rank's open request waits for the next Generation. */
 bool daemon_instance_waits(const daemon_instance_t *instance);
+/* A rank that goes on, as its arena was found: whether too many Generations in a row have failed
+ * over the same request; fills in why then. */
+bool daemon_instance_stuck(daemon_rank_t *rank, uint64_t answered, bool open, char *why,
+                           size_t size);
 /* XP_INVALID: its checkpoint on disk is not the one of the start, with which what is loaded would
  * not go together. Reads files only where one was written since. */
 xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance);
@@ -288,6 +292,10 @@ void daemon_plane_executable(daemon_t *daemon); /* one more FfnAgent is */
 void daemon_plane_try_attach(daemon_instance_t *instance);
 void daemon_plane_release(daemon_instance_t *instance);
 void daemon_plane_forget(daemon_t *daemon); /* what agents of a failed Generation had */
+/* Whether the Instance, with what is open, outlives its Generation. */
+bool daemon_plane_keeps(const daemon_instance_t *instance);
+/* To an FfnAgent, before its Prepare: the stages in which requests wait. */
+void daemon_plane_hand(daemon_t *daemon, uint32_t ffn);
 /* On CPUs from the Fabric arena, on GPUs as the agents have told. */
 void daemon_pe_counters(const daemon_t *daemon, uint32_t pe, fabric_pe_counters_t *counters_out);
 void daemon_instance_counters(const daemon_t *daemon, uint32_t instance, uint64_t *invocations_out,

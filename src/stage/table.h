@@ -32,6 +32,7 @@ typedef struct stage_about {
     /* with each attach */
     uint64_t arenas[FABRIC_MAX_RANKS]; /* mailbox_arena_t, mapped */
     uint64_t output_offset, partial_offset, partial_bytes;
+    uint64_t taken; /* the last sequence that was answered here: lines after it wait */
 } stage_about_t;
 
 typedef struct stage_instance {

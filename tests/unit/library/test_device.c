@@ -87,7 +87,7 @@ static void run_close(const fake_launch_t *launch)
         }                                                                                          \
     }
 static const fake_kernel_t kernels[] = {
-    {"stage_call", run_call, {sizeof(stage_put_t), 48, 8, 8, 8, 8, 8, 4, 8, 8}},
+    {"stage_call", run_call, {sizeof(stage_put_t), 48, 8, 8, 8, 8, 8, 4, 32}},
     {"transport_live_write", run_live, {8, sizeof(transport_live_t)}},
     {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
     {"transport_close", run_close, {8, 4}},

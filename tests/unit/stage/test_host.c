@@ -65,21 +65,25 @@ static void run_put(const fake_launch_t *launch)
 }
 static void step(void);
 static void wait_for(const mailbox_arena_t *arena, transport_device_state_t *state, uint32_t direct,
-                     const uint32_t *life)
+                     const void *limits)
 {
     uint32_t missing = direct;
+    transport_patience_t patience;
+    transport_clock_t clock;
+    memcpy(&patience, limits, sizeof(patience));
+    transport_device_wait_start(&clock, 0);
     if (transport_device_wait_begin(state))
         return;
     for (uint64_t looks = 0; !stage_device_wait_look(arena, state, direct, &missing); looks++) {
         step();
-        if (transport_device_wait_life(life, state, looks, 20))
+        if (transport_device_wait_life(&patience, state, &clock, looks))
             break;
     }
 }
 static void run_wait(const fake_launch_t *launch)
 {
     wait_for(pointer(launch, 0), pointer(launch, 1), (uint32_t)argument(launch, 2),
-             pointer(launch, 3));
+             launch->values[3]);
 }
 static void take_rows(const stage_take_t *take, transport_device_state_t *state, void *output)
 {
@@ -111,7 +115,7 @@ static void run_call(const fake_launch_t *launch)
     memcpy(&take, launch->values[1], sizeof(take));
     put_rows(&put, pointer(launch, 3), pointer(launch, 4), pointer(launch, 5));
     wait_for(pointer(launch, 2), pointer(launch, 3), (uint32_t)argument(launch, 7),
-             pointer(launch, 8));
+             launch->values[8]);
     take_rows(&take, pointer(launch, 3), pointer(launch, 6));
 }
 static void run_describe(const fake_launch_t *launch)
@@ -344,9 +348,11 @@ static void step_after(const fake_launch_t *launch)
 
 static const fake_kernel_t kernels[] = {
     {"stage_put", run_put, {sizeof(stage_put_t), 8, 8, 8}},
-    {"stage_wait", run_wait, {8, 8, 4, 8, 8}},
+    {"stage_wait", run_wait, {8, 8, 4, sizeof(transport_patience_t)}},
     {"stage_take", run_take, {sizeof(stage_take_t), 8, 8}},
-    {"stage_call", run_call, {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, 8, 8}},
+    {"stage_call",
+     run_call,
+     {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, sizeof(transport_patience_t)}},
     {"stage_describe", run_describe, {8, sizeof(stage_about_t), 4}},
     {"stage_page_start", run_page_start, {8, sizeof(stage_head_t)}},
     {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
@@ -736,7 +742,7 @@ static void test_refusals(void **state)
     transport_geometry_t other = stage_geometry(&plan.instances[0]);
     other.hidden = HIDDEN / 2;
     transport_cuda_client_t *stranger;
-    ok(transport_cuda_client_create(&device, &other, &life, 1, &stranger));
+    ok(transport_cuda_client_create(&device, &other, &life, 1, 0, &stranger));
     close(fds[0]);
     ok(transport_cuda_client_export(stranger, &fds[0]));
     assert_int_equal(stage_ffn_attach(ffn[1], 0, fds, 1, SOON), XP_PEER);
@@ -814,7 +820,7 @@ static void test_failures(void **state)
     now_ns += 5000000;
     assert_int_equal(stage_ffn_look(ffn[0], SOON, &dropped), XP_FATAL);
     says("tales: rank 1 did not submit layer 2 within 5 ms of rank 0");
-    ok(stage_ffn_fail(ffn[0]));
+    ok(stage_ffn_fail(ffn[0], false));
     ok(stage_client_wait(client[0], NULL));
     assert_int_equal(stage_client_finish(client[0], SOON), XP_FATAL);
     destroy_all();
