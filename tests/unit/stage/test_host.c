@@ -21,6 +21,10 @@
 #include "stage/relay.h"
 #include "stage/scheduler_steps.h"
 
+#define HOST_KERNELS_AT(address, pe)                                                               \
+    (heap_memory ? at_pe(address, pe) : (char *)(uintptr_t)(address))
+#include "host_kernels.h"
+
 #define HIDDEN 16
 #define ROWS   8
 #define LAYERS 4
@@ -48,20 +52,11 @@ static void *pointer(const fake_launch_t *launch, int index)
     return (void *)(uintptr_t)argument(launch, index);
 }
 
-static void put_rows(const stage_put_t *put, transport_device_state_t *state,
-                     const transport_live_t *live, const void *input)
-{
-    if (stage_put_allowed(state))
-        for (uint32_t t = 0; t < put->count; t++)
-            memcpy((char *)(uintptr_t)put->targets[t].input + stage_put_offset(put, live), input,
-                   stage_put_bytes(put, live));
-    stage_device_put(put, state, live);
-}
 static void run_put(const fake_launch_t *launch)
 {
     stage_put_t put;
     memcpy(&put, launch->values[0], sizeof(put));
-    put_rows(&put, pointer(launch, 1), pointer(launch, 2), pointer(launch, 3));
+    host_put(&put, pointer(launch, 1), pointer(launch, 2), pointer(launch, 3));
 }
 static void step(void);
 static void wait_for(const mailbox_arena_t *arena, transport_device_state_t *state, uint32_t direct,
@@ -85,27 +80,11 @@ static void run_wait(const fake_launch_t *launch)
     wait_for(pointer(launch, 0), pointer(launch, 1), (uint32_t)argument(launch, 2),
              launch->values[3]);
 }
-static void take_rows(const stage_take_t *take, transport_device_state_t *state, void *output)
-{
-    stage_job_t job = {.kind = take->members ? STAGE_JOB_REDUCE : STAGE_JOB_COPY,
-                       .dtype = take->dtype,
-                       .narrow = 1,
-                       .members = take->members,
-                       .consumers = 1,
-                       .from = (void *)(uintptr_t)(take->members ? take->partial : take->output),
-                       .stride = take->partial_stride};
-    job.to[0] = (stage_job_to_t){.rows = output, .count = state->rows * take->row_bytes / 2};
-    if (transport_device_take_allowed(state))
-        stage_job_run(&job, 0, job.to[0].count, 0, 1);
-    else
-        memset(output, 0xff, take->captured * take->row_bytes);
-    transport_device_take(state);
-}
 static void run_take(const fake_launch_t *launch)
 {
     stage_take_t take;
     memcpy(&take, launch->values[0], sizeof(take));
-    take_rows(&take, pointer(launch, 1), pointer(launch, 2));
+    host_take(&take, pointer(launch, 1), pointer(launch, 2));
 }
 static void run_call(const fake_launch_t *launch)
 {
@@ -113,10 +92,10 @@ static void run_call(const fake_launch_t *launch)
     stage_take_t take;
     memcpy(&put, launch->values[0], sizeof(put));
     memcpy(&take, launch->values[1], sizeof(take));
-    put_rows(&put, pointer(launch, 3), pointer(launch, 4), pointer(launch, 5));
+    host_put(&put, pointer(launch, 3), pointer(launch, 4), pointer(launch, 5));
     wait_for(pointer(launch, 2), pointer(launch, 3), (uint32_t)argument(launch, 7),
              launch->values[8]);
-    take_rows(&take, pointer(launch, 3), pointer(launch, 6));
+    host_take(&take, pointer(launch, 3), pointer(launch, 6));
 }
 static void run_describe(const fake_launch_t *launch)
 {
@@ -254,12 +233,11 @@ static void scheduler_turns(int index)
 
 static transport_resident_t *relay_table;
 static const stage_relay_t *relay;
-static bool relay_busy[TRANSPORT_RESIDENT_SLOTS];
 static void run_relay(const fake_launch_t *launch)
 {
     relay_table = pointer(launch, 0);
     relay = pointer(launch, 2);
-    memset(relay_busy, 0, sizeof(relay_busy));
+    memset(host_relay_busy, 0, sizeof(host_relay_busy));
 }
 static void run_relay_describe(const fake_launch_t *launch)
 {
@@ -268,70 +246,13 @@ static void run_relay_describe(const fake_launch_t *launch)
     memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
 }
-/* A round of a slot's warp: cuda_resident.cuh with the handler of relay.cu. */
-static void relay_round(uint32_t index)
-{
-    transport_slot_t *slot = &relay_table->slot[index];
-    const stage_relay_slot_t *own = &relay->slot[index];
-    mailbox_arena_t *arena = (mailbox_arena_t *)(uintptr_t)slot->arena;
-    if (transport_slot_turn(slot->wanted) != transport_slot_turn(slot->now)) {
-        if (transport_slot_state(slot->wanted) == TRANSPORT_SLOT_ATTACHED)
-            slot->answered = arena->response.sequence;
-        relay_busy[index] = false;
-        slot->now = slot->wanted;
-    }
-    if (transport_slot_state(slot->now) != TRANSPORT_SLOT_ATTACHED)
-        return;
-    mailbox_request_t request;
-    if (mailbox_request_read(arena, slot->answered, &request) != MAILBOX_LIVE)
-        return;
-    uint32_t group =
-        own->uniform ? own->uniform : ((const uint32_t *)(uintptr_t)own->groups)[request.layer];
-    uint32_t members = fabric_group_size(group);
-    uint32_t direct = own->direct && members > 1 ? (1u << members) - 1 : 0, missing = direct;
-    uint64_t before = 0;
-    for (uint32_t i = 0; i < own->rank / own->tp; i++)
-        before += request.dp_rows[i];
-    if (!relay_busy[index]) {
-        relay_busy[index] = true;
-        for (uint32_t left = group; left; left &= left - 1) {
-            uint32_t f = fabric_group_first(left);
-            char *input =
-                heap_memory ? at_pe(own->input[f], own->pe[f]) : (char *)(uintptr_t)own->input[f];
-            if (own->rank % own->tp == 0)
-                memcpy(input + before * slot->row_bytes, (char *)arena + slot->input_offset,
-                       request.rows * slot->row_bytes);
-            stage_line_t *line = heap_memory ? at_pe(own->line[f], own->pe[f])
-                                             : (stage_line_t *)(uintptr_t)own->line[f];
-            stage_line_fill(line, &request);
-            stage_line_publish(line, &request);
-        }
-        return;
-    }
-    transport_device_state_t state = {
-        .sequence = request.sequence, .phase = TRANSPORT_PHASE_LIVE, .rows = request.rows};
-    if (!stage_device_wait_look((mailbox_arena_t *)(uintptr_t)own->arena, &state, direct, &missing))
-        return;
-    relay_busy[index] = false;
-    stage_take_t take = {.output = own->output,
-                         .partial = own->partial,
-                         .partial_stride = own->partial_stride,
-                         .members = direct ? members : 0,
-                         .row_bytes = slot->row_bytes};
-    uint32_t status = state.status;
-    take_rows(&take, &state, (char *)arena + slot->output_offset);
-    slot->answered = request.sequence;
-    slot->requests++;
-    mailbox_response_publish(arena, request.sequence, status);
-}
-
 static void step(void)
 {
     if (still)
         return;
     for (int round = 0; round < 3; round++) {
         for (uint32_t i = 0; relay_table && i < relay_table->slots; i++)
-            relay_round(i);
+            host_relay_round(relay_table, relay, i);
         for (int i = 0; i < 8; i++)
             scheduler_turns(i);
         for (int i = 0; i < 2; i++)
@@ -813,7 +734,7 @@ static void test_generations(void **state)
                         sequence++;
                     }
                     for (uint32_t i = 0; relay_table && progress && i < relay_table->slots; i++)
-                        relay_round(i);
+                        host_relay_round(relay_table, relay, i);
                     if (progress == 1)
                         scheduler_turns(0);
                     for (int i = 0; progress == 2 && i < 6; i++)
