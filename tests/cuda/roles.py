@@ -131,13 +131,18 @@ def prepare(arguments, folder, scene):
 
 def start(arguments, folder, scene):
     system = prepare(arguments, folder, scene)
+    begin(system, scene)
+    return system
+
+
+def begin(system, scene):
+    folder = system.folder
     system.role("daemon", "daemon", "serve")
     system.wait(lambda: (folder / "d.sock").exists(), "the daemon's socket", ["daemon"])
     for device in scene["atn"]:
         system.role(f"atnagent {device}", "atnagent", "--device", device)
     for device in scene["ffn"]:
         system.role(f"ffnagent {device}", "ffnagent", "--device", device)
-    return system
 
 
 def serve(arguments, system, scene, name):
