@@ -610,8 +610,9 @@ static xp_status_t ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena
         }
         instance->about.taken = answered;
     }
-    XP_TRY_GOTO(status, fail,
-                resume ? ffn_clear_partials(ffn, index) : ffn_clear(ffn, index));
+    /* Other members may have taken up what waits already, and put their parts here. */
+    if (!resume)
+        XP_TRY_GOTO(status, fail, ffn_clear(ffn, index));
     if (ffn->far.courier)
         XP_TRY_GOTO(status, fail, stage_courier_order(ffn->far.courier, index, true, deadline_ns));
     XP_TRY_GOTO(status, fail, ffn_order(ffn, index, TRANSPORT_SLOT_ATTACHED));

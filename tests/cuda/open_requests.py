@@ -129,7 +129,7 @@ def instance(arguments):
     rank.serving("", 0, 0, 0, 0, info.max_context)
     (folder / f"{arguments.instance}.{arguments.rank}.ready").touch()
     step = answers = 0
-    going = True
+    going, through = True, False
     while going and not ended:
         # All ranks of an Instance stop after the same step: the first one that sees the wish names it.
         last = folder / "last"
@@ -137,6 +137,7 @@ def instance(arguments):
             last.with_suffix(".new").write_text(str(step + 3))
             last.with_suffix(".new").rename(last)
         if last.exists() and step >= int(last.read_text()):
+            through = True  # another rank may have left already, and this one is told to end
             break
         live = 1 + step % LIVE_MOST
         rank.begin_step(ranks.DECODE, rows=live)
@@ -154,7 +155,7 @@ def instance(arguments):
             step += 1
             (folder / f"{arguments.instance}.{arguments.rank}.steps").write_text(str(step))
     print(f"steps {step} answers {answers} wrong {calls.wrong} longest {calls.longest:.3f}", flush=True)
-    if going and not ended:
+    if through:
         rank.finish()
         roles.check(rank.state().ffn_calls == answers, f"{rank.state().ffn_calls} calls, {answers} answers")
     else:
@@ -167,7 +168,7 @@ def instance(arguments):
             print("finish:", error, flush=True)
     rank.close()
     roles.check(calls.wrong == 0, f"{calls.wrong} wrong elements")
-    sys.exit(0 if going and not ended else ENDED)
+    sys.exit(0 if through else ENDED)
 
 
 # ---- scenes --------------------------------------------------------------------------------------------
