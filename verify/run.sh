@@ -77,6 +77,11 @@ for bug in BUG_LINE_FIRST BUG_READY_FIRST BUG_ANY_WORD BUG_DETACH_RUNNING BUG_AT
     BUG_KEEP_WORDS BUG_ONE_RANK; do
     planted stage $bug
 done
+clean generations
+for bug in BUG_CLEAR_STAGE BUG_CLEAR_PARTS BUG_COUNT_FROM_ZERO BUG_FORMER_LIVES BUG_NO_PAUSE \
+    BUG_ANSWER_FIRST; do
+    planted generations $bug
+done
 clean lease
 for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE; do
     planted lease $bug
