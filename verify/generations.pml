@@ -19,8 +19,8 @@
  *   BUG_NO_PAUSE         the Instance is not told of the pause
  *   BUG_ANSWER_FIRST     the answer is published before its rows
  */
-#define ROUNDS      3
-#define GENERATIONS 3
+#define ROUNDS      2
+#define GENERATIONS 2
 #define VALUE(s)    ((s) + 10)
 #define AT(m, g)    (2 * (g) + (m))
 

@@ -175,7 +175,8 @@ static bool was_barren(const daemon_t *daemon)
            (!since || xp_monotonic_ns() - since < BARREN_NS);
 }
 
-/* On GPUs Instances that cannot be kept end too: their kernels wait for rows that nobody will bring.
+/* On GPUs Instances that cannot be kept end too: their kernels wait for rows that nobody will
+ * bring.
  */
 static void tell_former(daemon_t *daemon)
 {
@@ -185,9 +186,9 @@ static void tell_former(daemon_t *daemon)
         daemon_participant_t *participant = &daemon->participants[i];
         bool agent = participant->role == xpw_Role_ROLE_ATNAGENT ||
                      participant->role == xpw_Role_ROLE_FFNAGENT;
-        bool instance =
-            daemon->plane && participant->role == xpw_Role_ROLE_INSTANCE && !participant->waits &&
-            !daemon_plane_keeps(&daemon->instances[participant->index]);
+        bool instance = daemon->plane && participant->role == xpw_Role_ROLE_INSTANCE &&
+                        !participant->waits &&
+                        !daemon_plane_keeps(&daemon->instances[participant->index]);
         if (!participant->used || participant->former || (!agent && !instance))
             continue;
         participant->former = agent;

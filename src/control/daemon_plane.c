@@ -209,8 +209,8 @@ static uint32_t take_life_word(daemon_plane_t *plane, daemon_participant_t *part
     return index;
 }
 
-/* Ranks that wait by way of several AtnAgents could not be levelled: one of them may have its answer
- * already and the other not, and nobody sees both before they go on. */
+/* Ranks that wait by way of several AtnAgents could not be levelled: one of them may have its
+ * answer already and the other not, and nobody sees both before they go on. */
 static bool can_keep(const daemon_plane_t *plane, uint32_t instance)
 {
     return plane->keep && (!plane->relay || plane->daemon->instances[instance].rank_count == 1);
@@ -291,8 +291,8 @@ static void send_arena(daemon_instance_t *instance, const daemon_participant_t *
     attach->lease = plane->instances[instance->index].lease;
     attach->life_index = instance->ranks[r].participant->life_index;
     /* With the relay, FfnAgents know its arenas only, which are fresh. */
-    attach->resume = instance->ranks[r].waiting &&
-                     plane->relay == (agent->role == xpw_Role_ROLE_ATNAGENT);
+    attach->resume =
+        instance->ranks[r].waiting && plane->relay == (agent->role == xpw_Role_ROLE_ATNAGENT);
     if (wire_channel_send(agent->channel, &envelope, &fd, fd >= 0 ? 1 : 0) != XP_OK)
         xp_log_error("cannot hand an arena to its agent");
 }
@@ -472,7 +472,8 @@ void daemon_plane_forget(daemon_t *daemon)
     for (uint32_t i = 0; plane && i < CONFIG_MAX_MODELS; i++) {
         plane->instances[i] = (plane_instance_t){0};
         for (uint32_t f = 0; f < FABRIC_MAX_FFN; f++) {
-            if (plane->stages[f][i] >= 0) { /* else none was offered since, and the kept one holds */
+            if (plane->stages[f][i] >=
+                0) { /* else none was offered since, and the kept one holds */
                 close_fd(&plane->kept[f][i]);
                 plane->kept[f][i] = plane->stages[f][i];
                 plane->stages[f][i] = STAGE_FD_ABSENT;

@@ -27,8 +27,8 @@ struct library_device {
     transport_cuda_life_t life;
     fabric_plan_t *plan; /* NULL before DevicePlane */
     bool relay;
-    uint64_t pause_ns; /* 0: no pauses */
-    bool paused;       /* the loop thread's */
+    uint64_t pause_ns;                      /* 0: no pauses */
+    bool paused;                            /* the loop thread's */
     const fabric_plan_instance_t *instance; /* in `plan`; NULL before Admitted */
     pthread_mutex_t lock;
     stage_client_t *client; /* NULL before Admitted */

@@ -285,9 +285,8 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
     uint32_t direct = client_direct(client);
     const void *from = input->data;
     void *to = output->data;
-    void *parameters[] = {&put,  &take,  &client->parts.arena, &client->parts.state,
-                          &live, &from,  &to,                  &direct,
-                          &client->parts.patience};
+    void *parameters[] = {&put, &take,   &client->parts.arena,   &client->parts.state, &live, &from,
+                          &to,  &direct, &client->parts.patience};
     return cuda_launch(client->device, client->control.kernels[STAGE_KERNEL_CALL], 1,
                        client_call_threads(bytes), stream, parameters);
 }

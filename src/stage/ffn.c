@@ -149,9 +149,8 @@ static xp_status_t ffn_adopt(stage_ffn_t *ffn, uint32_t index, int fd)
         stage_control_read(&ffn->control, page.address, sizeof(found), deadline_ns, &found));
     XP_TRY_GOTO(status, fail,
                 stage_head_check(&found, plan, index, found.generation, ffn->config.ffn));
-    XP_TRY_GOTO(
-        status, fail,
-        stage_control_write(&ffn->control, page.address, &head, sizeof(head), deadline_ns));
+    XP_TRY_GOTO(status, fail,
+                stage_control_write(&ffn->control, page.address, &head, sizeof(head), deadline_ns));
     kept = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     XP_TRY_GOTO(status, fail,
                 kept >= 0 ? XP_OK : xp_fail_errno(XP_IO, "cannot keep the descriptor of a stage"));
@@ -567,7 +566,8 @@ static xp_status_t ffn_look_open(stage_ffn_t *ffn, uint32_t index, uint64_t dead
     return XP_OK;
 }
 
-/* resume: of a former Generation. Its stage stays as it is, and `about.taken` says from where on. */
+/* resume: of a former Generation. Its stage stays as it is, and `about.taken` says from where on.
+ */
 static xp_status_t ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_fds,
                               uint32_t ranks, bool resume, uint64_t deadline_ns)
 {

@@ -20,9 +20,9 @@
  *   successor: step 3 clears the stage, and nothing of the old one may come after that.
  *
  * Where an Instance outlives the Generation, its open request does too. By the relay it lies in the
- * Instance's arena, which the next AtnAgent attaches. On the direct lane it lies in the stages: their
- * memory is kept by the daemon's descriptors, the next FfnAgents take it over (`kept`) and the
- * Instance notices nothing: no mapping and no captured launch of its changes.
+ * Instance's arena, which the next AtnAgent attaches. On the direct lane it lies in the stages:
+ * their memory is kept by the daemon's descriptors, the next FfnAgents take it over (`kept`) and
+ * the Instance notices nothing: no mapping and no captured launch of its changes.
  *
  * Objects are used by one thread each, fail/shutdown/state calls included. Nothing here waits
  * without a deadline, and nothing is allocated between create/attach and detach/destroy.
@@ -104,12 +104,12 @@ xp_status_t stage_ffn_start(stage_ffn_t *ffn);
  * planned arenas. */
 xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t instance, const int *arena_fds,
                              uint32_t ranks, uint64_t deadline_ns);
-/* The same for an Instance of a former Generation, which has gone on all the while: its stage is the
- * kept one and is not cleared, and what it wrote there after the last answer in its arenas is taken
- * up. Nobody else may still answer there. XP_PEER: its ranks have had different answers, which one
- * of them could never make up for. XP_UNSUPPORTED: the stage is not the kept one, or its layers
- * have different groups. `answered_out`: the last sequence that was answered; `open_out`: one after
- * it waits. */
+/* The same for an Instance of a former Generation, which has gone on all the while: its stage is
+ * the kept one and is not cleared, and what it wrote there after the last answer in its arenas is
+ * taken up. Nobody else may still answer there. XP_PEER: its ranks have had different answers,
+ * which one of them could never make up for. XP_UNSUPPORTED: the stage is not the kept one, or its
+ * layers have different groups. `answered_out`: the last sequence that was answered; `open_out`:
+ * one after it waits. */
 xp_status_t stage_ffn_resume(stage_ffn_t *ffn, uint32_t instance, const int *arena_fds,
                              uint32_t ranks, uint64_t deadline_ns, uint64_t *answered_out,
                              bool *open_out);
@@ -199,7 +199,8 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
                               cuda_stream_t stream);
 xp_status_t stage_client_finish(stage_client_t *client, uint64_t deadline_ns);
 xp_status_t stage_client_close(stage_client_t *client, xp_status_t reason);
-/* As transport_cuda_client_pause() and _end(). In a pause the next Generation's agents take over. */
+/* As transport_cuda_client_pause() and _end(). In a pause the next Generation's agents take over.
+ */
 void stage_client_pause(stage_client_t *client, bool paused);
 void stage_client_end(stage_client_t *client, xp_status_t reason);
 /* Copies the client's state into pinned host memory, in the order of `stream`. */

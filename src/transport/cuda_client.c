@@ -115,9 +115,8 @@ xp_status_t transport_cuda_client_export(const transport_cuda_client_t *client, 
 
 transport_cuda_parts_t transport_cuda_client_parts(const transport_cuda_client_t *client)
 {
-    return (transport_cuda_parts_t){.arena = client->arena.address,
-                                    .state = client->memory,
-                                    .patience = client->patience};
+    return (transport_cuda_parts_t){
+        .arena = client->arena.address, .state = client->memory, .patience = client->patience};
 }
 
 cuda_address_t transport_cuda_client_live(const transport_cuda_client_t *client)

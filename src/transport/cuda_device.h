@@ -42,9 +42,9 @@ typedef struct transport_device_state {
  *
  * One word an Instance Rank, in host memory that the device maps, so that it reaches a wait however
  * many launches are queued behind it. Its host alone writes it. Between two Generations nobody
- * answers, and requests stay open: the word is odd while such a pause lasts. It counts up, so that a
- * wait sees a pause that was over between two of its looks. The end is for good, and no pause. The
- * word says nothing of answers: whoever answers, and when, is in the arena.
+ * answers, and requests stay open: the word is odd while such a pause lasts. It counts up, so that
+ * a wait sees a pause that was over between two of its looks. The end is for good, and no pause.
+ * The word says nothing of answers: whoever answers, and when, is in the arena.
  */
 #define TRANSPORT_NOTICE_END (1u << 31) /* with it: the xp_status_t of the end */
 

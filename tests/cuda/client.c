@@ -163,7 +163,7 @@ static client_times_t self_round_trips(self_t *self, uint32_t count)
     close(fd);
     kit_write(&self->kit, self->wrong, &zero, 4);
     self_live(self, self->setup.rows);
-    void *parameters[] = {&arena.address, &state, &live,          &count, &row_bytes,  &input,
+    void *parameters[] = {&arena.address, &state,    &live,          &count, &row_bytes,  &input,
                           &output,        &patience, &self->samples, &limit, &self->wrong};
     CHECK_OK(cuda_launch(&self->kit.device, self->kit.kernels[KIT_ROUND_TRIPS], 1, 256,
                          self->kit.stream, parameters));

@@ -459,19 +459,10 @@ static answer_t self_trips(self_t *self, uint32_t rows, uint32_t count, bool spl
     self_live(self, rows);
     role_wait(&self->role, self->role.stream, 10);
     role_zero(&self->role, self->role.wrong, 4);
-    void *parameters[] = {&put,
-                          &parts.arena,
-                          &parts.state,
-                          &live,
-                          &direct,
-                          &self->members,
-                          &stride,
-                          &count,
-                          &parts.patience,
-                          &self->role.samples,
-                          &kept,
-                          &self->role.wrong,
-                          &sums};
+    void *parameters[] = {
+        &put,           &parts.arena,      &parts.state, &live,           &direct,
+        &self->members, &stride,           &count,       &parts.patience, &self->role.samples,
+        &kept,          &self->role.wrong, &sums};
     CHECK_OK(cuda_launch(&self->role.device, self->role.kernels[TEST_ROUND_TRIPS], 1,
                          rows <= 2 ? 256 : 512, self->role.stream, parameters));
     role_wait(&self->role, self->role.stream, 60);

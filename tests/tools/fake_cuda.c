@@ -7,8 +7,8 @@
  * back for what launches and reads.
  *
  * XPOOL_FAKE_ECHO: an Instance's calls, the scheduler and the relay are threads that do what the
- * GPU's kernels do, over the same memory, and die with their process at whatever they are doing; the
- * FFN is an echo, a member's part of x in layer l being (member + 1) x, and l from the first.
+ * GPU's kernels do, over the same memory, and die with their process at whatever they are doing;
+ * the FFN is an echo, a member's part of x in layer l being (member + 1) x, and l from the first.
  * Launches of one stream are not in order then: whoever calls waits for the answer before the next.
  */
 #include <dlfcn.h>

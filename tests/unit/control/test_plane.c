@@ -696,8 +696,8 @@ static void requests_by_the_relay_outlive_their_generation(void **state)
                 break;
             next_generation(&f);
             for (uint32_t r = 0; r < ranks; r++)
-                expect(rank[r].fd,
-                       ranks == 1 ? xpw_Envelope_pause_tag : xpw_Envelope_failure_tag, 0);
+                expect(rank[r].fd, ranks == 1 ? xpw_Envelope_pause_tag : xpw_Envelope_failure_tag,
+                       0);
             for (uint32_t i = 0; i < FFN_COUNT; i++)
                 expect(f.ffn[i], xpw_Envelope_prepare_tag, 0);
             if (ranks == 2)

@@ -41,7 +41,7 @@ const cuda_image_t cuda_image_stage_kernels = {"stage_kernels", code, code + 1};
 static uint32_t lives, calls, closes;
 static transport_live_t live_written;
 static uint32_t next_status; /* what the next call ends with */
-static uint32_t notice; /* as a launch saw it last */
+static uint32_t notice;      /* as a launch saw it last */
 static uint64_t pause_limit_ns;
 
 static uint64_t argument(const fake_launch_t *launch, int index)
@@ -468,7 +468,8 @@ static void a_pause_and_the_end_are_told_by_the_notice(void **state)
 {
     library_device_t *device = rank_of(1);
     xpool_ffn_call_t call = call_of(1);
-    assert_false(library_device_pause(device, true)); /* the daemon has not said that there are any */
+    assert_false(
+        library_device_pause(device, true)); /* the daemon has not said that there are any */
     library_device_destroy(device);
     pause_ns = 7 * XP_NS_PER_S;
     device = rank_of(1);

@@ -640,11 +640,10 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
-        TEST(test_calls),      TEST(test_many_rows), TEST(test_graph),   TEST(test_ends),
-        TEST(test_timeout),
-        TEST(test_pause),
-        TEST(test_notice_end),    TEST(test_close),     TEST(test_misuse),  TEST(test_attach),
-        TEST(test_next_agent), TEST(test_nonsense),  TEST(test_tensors), TEST(test_ladders),
+        TEST(test_calls),   TEST(test_many_rows), TEST(test_graph),      TEST(test_ends),
+        TEST(test_timeout), TEST(test_pause),     TEST(test_notice_end), TEST(test_close),
+        TEST(test_misuse),  TEST(test_attach),    TEST(test_next_agent), TEST(test_nonsense),
+        TEST(test_tensors), TEST(test_ladders),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
