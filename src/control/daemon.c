@@ -459,6 +459,7 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         daemon_participant_t *participant = &daemon->participants[i];
         if (!participant->used || participant->role == xpw_Role_ROLE_CLIENT ||
             participant->role == xpw_Role_ROLE_NONE || participant->was_killed ||
+            participant->terminate_until_ns ||
             (draining && participant->role != xpw_Role_ROLE_INSTANCE))
             continue;
         char who[160];
@@ -468,7 +469,8 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         snprintf(daemon->forced_names + used, sizeof(daemon->forced_names) - used, "%s%s",
                  used ? ", " : "", who);
         daemon->forced = true;
-        daemon_participant_kill(participant);
+        if (!daemon_plane_terminate(participant))
+            daemon_participant_kill(participant);
     }
     if (draining && daemon->kill_rounds == 0) {
         daemon->kill_rounds++;

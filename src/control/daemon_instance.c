@@ -432,10 +432,13 @@ static void kill_rank(daemon_instance_t *instance, uint32_t index, const char *w
     daemon_participant_t *participant = instance->ranks[index].participant;
     if (!participant)
         return;
-    xp_log_err("model %s, rank %u (pid %d): %s: killed", configured(instance)->id, index,
-               (int)participant->pid, why);
+    if (!participant->terminate_until_ns)
+        xp_log_err("model %s, rank %u (pid %d): %s: killed", configured(instance)->id, index,
+                   (int)participant->pid, why);
     if (!instance->absence[0])
         snprintf(instance->absence, sizeof(instance->absence), "%s", why);
+    if (daemon_plane_terminate(participant))
+        return;
     daemon_participant_kill(participant);
     daemon_participant_gone(participant);
 }

@@ -32,7 +32,8 @@
 
 #define MPS_COMMAND_NS  (2 * XP_NS_PER_S)
 #define MPS_LOOK_NS     (5 * XP_NS_PER_S)
-#define LIFE_FIRST_WORD 1u /* 0 is nobody's */
+#define TERMINATE_NS    (3 * XP_NS_PER_S) /* for MPS to end a client's work */
+#define LIFE_FIRST_WORD 1u                /* 0 is nobody's */
 #define STAGE_FD_ABSENT (-1)
 /* The daemon gives a Generation up before its Instances do, and names the reason. */
 #define PAUSE_GRACE_NS (5 * XP_NS_PER_S)
@@ -111,9 +112,39 @@ static xp_status_t start_mps(daemon_plane_t *plane)
     return mps_watch_create(plane->mps, MPS_LOOK_NS, &plane->mps_watch);
 }
 
+/* It has answered, or had its time. */
+static bool terminated(const daemon_plane_t *plane, const daemon_participant_t *participant)
+{
+    return mps_watch_terminate(plane->mps_watch, participant->pid) ||
+           xp_monotonic_ns() >= participant->terminate_until_ns;
+}
+
+bool daemon_plane_terminate(daemon_participant_t *participant)
+{
+    const daemon_plane_t *plane = participant->daemon->plane;
+    if (!plane || !plane->mps_watch || participant->role != xpw_Role_ROLE_INSTANCE ||
+        !participant->life_index || participant->was_killed)
+        return false;
+    if (!participant->terminate_until_ns)
+        participant->terminate_until_ns = xp_monotonic_ns() + TERMINATE_NS;
+    return !terminated(plane, participant);
+}
+
+static void kill_terminated(daemon_t *daemon)
+{
+    for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
+        daemon_participant_t *participant = &daemon->participants[i];
+        if (participant->used && participant->terminate_until_ns && !participant->was_killed &&
+            terminated(daemon->plane, participant))
+            daemon_participant_kill(participant);
+    }
+}
+
 void daemon_plane_tick(daemon_t *daemon)
 {
     daemon_plane_t *plane = daemon->plane;
+    if (plane && plane->mps_watch)
+        kill_terminated(daemon);
     if (!plane || !plane->mps_watch || daemon->failed)
         return;
     plane->mps_answers = mps_watch_look(plane->mps_watch) == XP_OK;

@@ -63,8 +63,10 @@ typedef struct daemon_participant {
     char progress_what[96];
     xpw_Executable execution; /* FfnAgent */
     char kernels[16];
-    bool wants_down;            /* client waiting for DownDone */
-    uint32_t life_index;        /* CUDA: its life word; 0 = none */
+    bool wants_down;     /* client waiting for DownDone */
+    uint32_t life_index; /* CUDA: its life word; 0 = none */
+    /* CUDA: MPS is to end its work on the device first; until then at most. 0: not asked. */
+    uint64_t terminate_until_ns;
     xpw_PlaneStats plane_stats; /* CUDA: agents */
 } daemon_participant_t;
 
@@ -285,6 +287,9 @@ const char *daemon_plane_problem(const daemon_t *daemon);
 void daemon_plane_greet(daemon_participant_t *participant);
 void daemon_plane_farewell(daemon_participant_t *participant);
 void daemon_plane_end_word(daemon_participant_t *participant); /* its kernels leave */
+/* An Instance that does not end by itself is to be killed. True: MPS ends its work on the device
+ * first, without harm to others, and the tick kills it then. False: kill it. */
+bool daemon_plane_terminate(daemon_participant_t *participant);
 /* Of an agent; false: not one of the plane's messages. */
 bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envelope,
                           wire_descriptors_t *fds);

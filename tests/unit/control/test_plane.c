@@ -37,6 +37,18 @@ static int fake_mps(int argc, char **argv)
         return 1;
     if (strncmp(line, "quit", 4) == 0)
         kill(controller, SIGKILL);
+    snprintf(path, sizeof(path), "%s/client", getenv("CUDA_MPS_PIPE_DIRECTORY"));
+    FILE *client = fopen(path, "r"); /* where a test has one, it is the server's only one */
+    if (strncmp(line, "get_server_list", 15) == 0 && client)
+        printf("77\n");
+    else if (strncmp(line, "get_client_list 77", 18) == 0 && client && fgets(line, 32, client))
+        fputs(line, stdout);
+    else if (strncmp(line, "terminate_client 77 ", 20) == 0) {
+        snprintf(path, sizeof(path), "%s/terminated", getenv("CUDA_MPS_PIPE_DIRECTORY"));
+        FILE *log = fopen(path, "w");
+        fputs(line, log);
+        fclose(log);
+    }
     return 0;
 }
 
@@ -715,6 +727,37 @@ static void requests_by_the_relay_outlive_their_generation(void **state)
     }
 }
 
+/* Its work on the device is ended by MPS, which harms nobody else, before it is killed. */
+static void an_instance_that_does_not_end_is_terminated_first(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    char path[PATH_MAX], line[64] = "", wanted[64];
+    serve_directly(&f, "deadlines.stop = 1\n", &rank);
+    snprintf(path, sizeof(path), "%s/mps/cuda-0/pipe/client", scratch);
+    FILE *file = fopen(path, "w");
+    fprintf(file, "%d\n", (int)rank.pid);
+    fclose(file);
+    xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag};
+    snprintf(report.body.fail_report.what, sizeof(report.body.fail_report.what), "it hangs");
+    say(rank.fd, &report, NULL, 0);
+    expect(rank.fd, xpw_Envelope_stop_tag, 0);
+    assert_int_equal(waitpid(rank.pid, NULL, 0), rank.pid);
+    close(rank.fd);
+    snprintf(path, sizeof(path), "%s/mps/cuda-0/pipe/terminated", scratch);
+    file = fopen(path, "r");
+    assert_non_null(file);
+    assert_non_null(fgets(line, sizeof(line), file));
+    fclose(file);
+    snprintf(wanted, sizeof(wanted), "terminate_client 77 %d\n", (int)rank.pid);
+    assert_string_equal(line, wanted);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        expect(f.ffn[i], xpw_Envelope_arena_detach_tag, 0);
+    wait_verdict(&f, "model m: it hangs");
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
 /* It is asked beside the event loop, which goes on. */
 static void a_controller_that_hangs_holds_up_nobody(void **state)
 {
@@ -810,6 +853,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(requests_on_the_direct_lane_outlive_their_generation),
         cmocka_unit_test(requests_whose_memory_is_lost_end),
         cmocka_unit_test(requests_by_the_relay_outlive_their_generation),
+        cmocka_unit_test(an_instance_that_does_not_end_is_terminated_first),
         cmocka_unit_test(a_controller_that_hangs_holds_up_nobody),
         cmocka_unit_test(without_mps_there_is_no_daemon),
         cmocka_unit_test(nobody_waits_for_the_driver_without_a_limit),
