@@ -732,6 +732,7 @@ def main():
     scenes = {name: (SCENES | HEAP_SCENES)[name] for name in arguments.scene or SCENES}
     if arguments.rehearse:
         scenes, arguments.tokens = {"one": REHEARSAL, "reform": dict(REHEARSAL, reform=60)}, 12
+        scenes = {name: scene for name, scene in scenes.items() if name in (arguments.scene or scenes)}
     else:
         told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True)
         gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]
