@@ -3,7 +3,7 @@
 """Whole models on two GPUs: transformers' own models, with every layer's `.mlp` replaced by the shim, give
 the same 64 greedy tokens as the unmodified ones.
 
-    tests/cuda/two_gpu.py --build BUILD [--scene NAME ...] [--out FOLDER] [--rehearse]
+    tests/cuda/two_gpu.py --build BUILD [--scene NAME ...] [--models NAME,...] [--out FOLDER] [--rehearse]
 
 For each scene a daemon and its agents are started, and four Instances at once, each a process of its own
 under `xpool exec`: Qwen3 (seeded), Qwen3-MoE, DeepSeek-V2 and GLM (the small trained models of this
@@ -577,6 +577,7 @@ def run_scene(name, scene, scratch, arguments):
     folder = scratch / name
     folder.mkdir()
     models = models_of(scene, scratch, xpool)
+    models = {model: path for model, path in models.items() if model in (arguments.models or model).split(",")}
     config = write_config(scene, folder, models)
     system = System(folder, config, xpool, arguments.build)
     plan = subprocess.run([str(xpool), "plan", "--config", str(config)], capture_output=True, text=True)
@@ -719,6 +720,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--models", help="only these, with commas between")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--instance", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
