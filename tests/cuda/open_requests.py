@@ -216,9 +216,10 @@ def go_on(arguments, folder, scene):
             time.sleep(chance.uniform(0, 0.05))
             victim = chance.choice(agents)
             system.processes[victim].send_signal(signal.SIGKILL)
-            began, seen = time.monotonic(), steps(system, names)
+            began = time.monotonic()
             replace_agents(system, agents)
-            # At most one step was on its way when the agent died, so the third was answered after it.
+            # At most one step was on its way when all agents had gone, so the third was answered by new ones.
+            seen = steps(system, names)
             system.wait(lambda: steps(system, names) > seen + 2, f"steps after the end of {victim}", others)
             pauses.append(time.monotonic() - began)
             system.wait(lambda: roles.ready(system), "System Ready again", list(system.processes))
@@ -288,10 +289,8 @@ def ordered_end(arguments, folder, scene):
 
 def switched_off(arguments, folder, scene):
     """fabric.keep_requests = false: the Instance ends with its Generation."""
-    system = roles.prepare(arguments, folder, dict(scene, reform=60))
-    system.config.write_text("fabric.keep_requests = false\n" + system.config.read_text())
+    system = roles.start(arguments, folder, dict(scene, reform=60, anew=True))
     try:
-        roles.begin(system, scene)
         names = serve(arguments, system, scene)
         system.wait(lambda: roles.ready(system), "System Ready", list(system.processes))
         system.processes[f"ffnagent {scene['ffn'][0]}"].send_signal(signal.SIGKILL)

@@ -131,18 +131,13 @@ def prepare(arguments, folder, scene):
 
 def start(arguments, folder, scene):
     system = prepare(arguments, folder, scene)
-    begin(system, scene)
-    return system
-
-
-def begin(system, scene):
-    folder = system.folder
     system.role("daemon", "daemon", "serve")
     system.wait(lambda: (folder / "d.sock").exists(), "the daemon's socket", ["daemon"])
     for device in scene["atn"]:
         system.role(f"atnagent {device}", "atnagent", "--device", device)
     for device in scene["ffn"]:
         system.role(f"ffnagent {device}", "ffnagent", "--device", device)
+    return system
 
 
 def serve(arguments, system, scene, name):
@@ -272,10 +267,8 @@ def joining(arguments, folder, scene):
 
 def reform(arguments, folder, scene):
     """A killed FfnAgent: agents end, the daemon, the weights' memory and, where it is kept, the Instance stay."""
-    system = prepare(arguments, folder, dict(scene, reform=60))
-    kept = scene.get("keep", True)
-    system.config.write_text(f"fabric.keep_requests = {str(kept).lower()}\n" + system.config.read_text())
-    begin(system, scene)
+    system = start(arguments, folder, dict(scene, reform=60))
+    kept = not scene.get("anew")
     try:
         first = serve(arguments, system, scene, "first")
         system.wait(lambda: ready(system), "System Ready", list(system.processes))
@@ -378,7 +371,7 @@ def main():
         ("last detach", last_detach, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1)),
         ("failure", failure, shared),
         ("reform", reform, shared),
-        ("reform anew", reform, dict(shared, keep=False)),
+        ("reform anew", reform, dict(shared, anew=True)),
         ("reform relay", reform, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay")),
         ("reform under up", under_up, shared),
         ("reform members", reform, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
