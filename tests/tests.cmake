@@ -158,10 +158,13 @@ endif()
 xpool_script_test(cuda/roles cuda 180 ${XPOOL_TEST_PYTHON} --venv tests/cuda/roles.py
                   --build ${CMAKE_BINARY_DIR})
 set_tests_properties(cuda/roles PROPERTIES RUN_SERIAL TRUE)
+xpool_script_test(cuda/open-requests cuda 240 ${XPOOL_TEST_PYTHON} --venv tests/cuda/open_requests.py
+                  --build ${CMAKE_BINARY_DIR})
+set_tests_properties(cuda/open-requests PROPERTIES RUN_SERIAL TRUE)
 # Endurance, in short form: on processors, where every row is checked, and over a libcuda without a GPU.
 if(TARGET cuda_instance)
   set(soak ${CMAKE_SOURCE_DIR}/tests/cuda/soak_on_device --build ${CMAKE_BINARY_DIR} --seconds 1 --kills 16
-      --agent-kills 3 --settle 0.3)
+      --agent-kills 3 --reform-kills 3 --settle 0.3)
   xpool_script_test(cuda/soak-cpu cuda 120 ${XPOOL_TEST_PYTHON} --system ${soak} --rehearse cpu
                     --out ${CMAKE_BINARY_DIR}/soak-cpu)
   xpool_script_test(cuda/soak-fake cuda 120 ${XPOOL_TEST_PYTHON} --system ${soak} --rehearse fake

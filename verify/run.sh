@@ -82,6 +82,11 @@ for bug in BUG_BRIEF_ALONE BUG_MARK_APART BUG_MARK_AGAIN BUG_KEEP_WORDS BUG_WAIT
     BUG_FIRST_WORD; do
     planted marked $bug
 done
+clean generations
+for bug in BUG_CLEAR_STAGE BUG_CLEAR_PARTS BUG_COUNT_FROM_ZERO BUG_FORMER_LIVES BUG_NO_PAUSE \
+    BUG_ANSWER_FIRST; do
+    planted generations $bug
+done
 clean lease
 for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE; do
     planted lease $bug

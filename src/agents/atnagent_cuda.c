@@ -33,6 +33,7 @@ typedef struct atnagent {
     fabric_plan_t *plan;
     /* With the relay. */
     bool relay;
+    bool keep; /* Instances outlive the Generation */
     int life_fd;
     uint32_t life_index;
     cuda_device_t device;
@@ -55,6 +56,7 @@ static xp_status_t on_plane(atnagent_t *self, const xpw_DevicePlane *plane, wire
     self->life_fd = wire_descriptors_take(fds, 0);
     self->life_index = plane->life_index;
     self->relay = plane->relay;
+    self->keep = plane->keep;
     return XP_OK;
 }
 
@@ -157,6 +159,17 @@ static xp_status_t on_stage(atnagent_t *self, const xpw_StageGrant *grant, wire_
     return XP_OK;
 }
 
+/* What was found in the arena of an Instance of a former Generation. */
+static void tell_found(atnagent_t *self, xpw_ArenaAttached *attached)
+{
+    transport_cuda_report_t report;
+    if (stage_atn_report(self->stage, attached->instance, attached->rank, within(ATTACH_LIMIT_NS),
+                         &report) != XP_OK)
+        return; /* a device that does not tell is found out by those who wait */
+    attached->answered = report.found_answered;
+    attached->open = report.found_open;
+}
+
 static void on_attach(atnagent_t *self, const xpw_ArenaAttach *attach, wire_descriptors_t *fds)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_attached_tag};
@@ -172,6 +185,8 @@ static void on_attach(atnagent_t *self, const xpw_ArenaAttach *attach, wire_desc
     if (status != XP_OK) {
         xp_log_error("cannot attach an arena");
         snprintf(attached->error, sizeof(attached->error), "%.255s", xp_error_last()->text);
+    } else if (attach->resume) {
+        tell_found(self, attached);
     }
     participant_send(self->participant, &envelope, NULL, 0);
 }
@@ -234,7 +249,9 @@ static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
 static void on_failed(void *context)
 {
     atnagent_t *self = context;
-    if (self->stage)
+    /* Arenas that are kept go to the next AtnAgent, and what waits in them; their Instances hear by
+     * themselves when there is none. */
+    if (self->stage && !self->keep)
         (void)stage_atn_close_all(self->stage, XP_FATAL);
 }
 

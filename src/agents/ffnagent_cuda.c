@@ -52,6 +52,7 @@ typedef struct ffnagent {
     fabric_plan_t *plan;
     uint64_t memory_bytes; /* the plan's budget */
     int life_fd;           /* where the GPU has both roles: under MPS */
+    bool keep;             /* Instances outlive the Generation */
     uint32_t life_index;
     cuda_device_t device;
     transport_cuda_life_t life;
@@ -63,6 +64,8 @@ typedef struct ffnagent {
     uint32_t wanted[FABRIC_MAX_INSTANCES], mapped[FABRIC_MAX_INSTANCES];
     /* Arenas of an Instance until all of its ranks' have come. */
     int arenas[FABRIC_MAX_INSTANCES][FABRIC_MAX_RANKS];
+    bool resume[FABRIC_MAX_INSTANCES];     /* of a former Generation */
+    int kept_stages[FABRIC_MAX_INSTANCES]; /* of a former FfnAgent; -1: none */
     uint64_t leases[FABRIC_MAX_INSTANCES];
     uint64_t attached;  /* bits of Instances */
     uint64_t dropped;   /* by the scheduler, to be detached */
@@ -250,11 +253,32 @@ static xp_status_t load_job(void *context)
 /* ---- stages -----------------------------------------------------------------------------------
  */
 
+static void forget_kept_stages(ffnagent_t *self)
+{
+    for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++) {
+        if (self->kept_stages[i] >= 0)
+            close(self->kept_stages[i]);
+        self->kept_stages[i] = -1;
+    }
+}
+
+static xp_status_t on_kept_stage(ffnagent_t *self, const xpw_KeptStage *message,
+                                 wire_descriptors_t *fds)
+{
+    if (self->prepared || message->instance >= FABRIC_MAX_INSTANCES || fds->count != 1 ||
+        self->kept_stages[message->instance] >= 0)
+        return xp_fail(XP_PEER, "KeptStage out of order");
+    self->kept_stages[message->instance] = wire_descriptors_take(fds, 0);
+    return XP_OK;
+}
+
 static xp_status_t offer(ffnagent_t *self, xpw_StageKind kind, uint32_t instance, int fd)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_stage_offer_tag};
     envelope.body.stage_offer.kind = kind;
     envelope.body.stage_offer.instance = instance;
+    envelope.body.stage_offer.adopted =
+        kind == xpw_StageKind_STAGE_ROWS && stage_ffn_adopted(self->stage, instance);
     xp_status_t status = participant_send(self->participant, &envelope, &fd, 1);
     close(fd);
     return status;
@@ -279,9 +303,12 @@ static xp_status_t make_stages(ffnagent_t *self)
                                  .ffn = self->index,
                                  .life = shared(self) ? &self->life : NULL,
                                  .heap = self->heap.heap,
+                                 .kept = self->kept_stages,
                                  .dispatch = ffn_cuda_runtime_dispatch(self->runtime)};
     XP_TRY(cuda_device_use(&self->device));
-    XP_TRY(stage_ffn_create(&config, &self->stage));
+    xp_status_t status = stage_ffn_create(&config, &self->stage);
+    forget_kept_stages(self);
+    XP_TRY(status);
     if (self->heap.heap)
         return XP_OK; /* everybody knows where it lies */
     for (uint32_t i = 0; i < self->plan->instance_count; i++) {
@@ -398,13 +425,16 @@ static void load_done(void *context, xp_status_t status, const char *error)
 /* ---- arenas -----------------------------------------------------------------------------------
  */
 
-static void answer_attach(ffnagent_t *self, uint32_t instance, uint32_t rank, xp_status_t status)
+static void answer_attach(ffnagent_t *self, uint32_t instance, uint32_t rank, xp_status_t status,
+                          uint64_t answered, bool open)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_attached_tag};
     xpw_ArenaAttached *attached = &envelope.body.arena_attached;
     attached->instance = instance;
     attached->rank = rank;
     attached->lease = self->leases[instance];
+    attached->answered = answered;
+    attached->open = open;
     if (status != XP_OK)
         snprintf(attached->error, sizeof(attached->error), "%.255s", xp_error_last()->text);
     participant_send(self->participant, &envelope, NULL, 0);
@@ -422,13 +452,18 @@ static void forget_arenas(ffnagent_t *self, uint32_t instance)
 static void attach_all(ffnagent_t *self, uint32_t instance, uint32_t rank, const int *arenas,
                        uint32_t ranks)
 {
+    uint64_t answered = 0;
+    bool open = false;
     xp_status_t status =
-        stage_ffn_attach(self->stage, instance, arenas, ranks, within(ATTACH_LIMIT_NS));
+        self->resume[instance]
+            ? stage_ffn_resume(self->stage, instance, arenas, ranks, within(ATTACH_LIMIT_NS),
+                               &answered, &open)
+            : stage_ffn_attach(self->stage, instance, arenas, ranks, within(ATTACH_LIMIT_NS));
     if (status == XP_OK)
         self->attached |= (uint64_t)1 << instance;
     else
         xp_log_error("cannot attach the arenas of an Instance");
-    answer_attach(self, instance, rank, status);
+    answer_attach(self, instance, rank, status, answered, open);
 }
 
 static xp_status_t on_attach(ffnagent_t *self, const xpw_ArenaAttach *attach,
@@ -442,6 +477,7 @@ static xp_status_t on_attach(ffnagent_t *self, const xpw_ArenaAttach *attach,
     if (attach->lease != self->leases[i])
         forget_arenas(self, i); /* of ranks that went before all had come */
     self->leases[i] = attach->lease;
+    self->resume[i] = attach->resume;
     if (self->heap.heap) {
         attach_all(self, i, attach->rank, NULL, ranks);
         return XP_OK;
@@ -624,6 +660,7 @@ static xp_status_t on_plane(ffnagent_t *self, const xpw_DevicePlane *plane, wire
         return xp_fail(XP_PEER, "DevicePlane out of order");
     self->life_fd = wire_descriptors_take(fds, 0);
     self->life_index = plane->life_index;
+    self->keep = plane->keep;
     return XP_OK;
 }
 
@@ -695,6 +732,9 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
     case xpw_Envelope_kept_weights_tag:
         status = on_kept(self, &envelope->body.kept_weights, fds);
         break;
+    case xpw_Envelope_kept_stage_tag:
+        status = on_kept_stage(self, &envelope->body.kept_stage, fds);
+        break;
     case xpw_Envelope_fabric_id_tag:
         status = agent_heap_on_id(&self->heap, &envelope->body.fabric_id);
         break;
@@ -737,8 +777,9 @@ static void on_failed(void *context)
     self->failed = true;
     if (!self->started)
         return;
-    /* Who waits in an arena or for this device must not wait any longer. */
-    (void)stage_ffn_fail(self->stage);
+    /* Who waits for this device must not wait any longer, nor who waits in an arena, unless it is
+     * kept. */
+    (void)stage_ffn_fail(self->stage, self->keep);
     ffn_cuda_runtime_fail(self->runtime, XP_FATAL, "the control channel reported a failure");
 }
 
@@ -768,6 +809,7 @@ static void free_all(ffnagent_t *self, int exit_code)
         forget_arenas(self, i);
     for (uint32_t w = 0; self->kept && w < FABRIC_MAX_INSTANCES; w++)
         forget_kept(&self->kept[w]);
+    forget_kept_stages(self);
     free(self->kept);
     free(self->plan);
 }
@@ -787,6 +829,7 @@ int ffnagent_cuda_run(const config_t *config, const char *device)
     self->config = config;
     self->life_fd = -1;
     memset(self->arenas, 0xff, sizeof(self->arenas)); /* -1: none */
+    memset(self->kept_stages, 0xff, sizeof(self->kept_stages));
     self->kept = calloc(FABRIC_MAX_INSTANCES, sizeof(*self->kept));
     self->configured = config_device_find(config, true, device, &self->index);
     XP_ASSERT(self->configured);

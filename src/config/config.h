@@ -90,6 +90,7 @@ typedef struct config {
     config_device_t atn[CONFIG_MAX_DEVICES], ffn[CONFIG_MAX_DEVICES];
     bool allow_shared_roles;
     char fabric_provider[16];           /* "auto", "shm", ... */
+    bool keep_requests;                 /* on GPUs, from one Generation to the next */
     char nvshmem_root[CONFIG_MAX_PATH]; /* "" = looked for */
     struct {
         uint32_t ffn_concurrency, atn_concurrency;

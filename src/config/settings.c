@@ -386,6 +386,16 @@ const config_setting_t config_settings[] = {
              "and answers going by way of the AtnAgents, for comparison. nvshmem: the same over "
              "NVSHMEM, whose wheel nvidia-nvshmem-cu13 has to be there. nvshmem-far: as between "
              "hosts, by NVSHMEM's calls alone, for comparison."},
+    {.key = "fabric.keep_requests",
+     ROOT(keep_requests),
+     .type = CONFIG_TYPE_BOOLEAN,
+     .sources = FILE_AND_CLI,
+     .default_text = "true",
+     .help =
+         "On GPUs: Instances, and requests that are open, wait for the next Generation when an "
+         "agent dies (up to deadlines.reform, 240 s a request), as on CPUs always. Instances of "
+         "several ranks do so on the direct lane only. false: they end with their Generation and "
+         "are started anew."},
     {.key = "fabric.nvshmem_root",
      ROOT(nvshmem_root),
      .type = CONFIG_TYPE_PATH,

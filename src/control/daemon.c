@@ -259,6 +259,7 @@ void daemon_advance(daemon_t *daemon)
         for (uint32_t f = 0; f < daemon->config->ffn_count; f++) {
             envelope.body.prepare.memory_bytes = daemon->planned->ffn[f].budget_bytes;
             daemon_generation_hand(daemon, f);
+            daemon_plane_hand(daemon, f);
             send_to(daemon->ffn[f], &envelope, NULL, 0);
         }
         for (uint32_t i = 0; i < daemon->config->model_count; i++)
@@ -461,6 +462,7 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         daemon_participant_t *participant = &daemon->participants[i];
         if (!participant->used || participant->role == xpw_Role_ROLE_CLIENT ||
             participant->role == xpw_Role_ROLE_NONE || participant->was_killed ||
+            participant->terminate_until_ns ||
             (draining && participant->role != xpw_Role_ROLE_INSTANCE))
             continue;
         char who[160];
@@ -470,7 +472,8 @@ static void on_deadline(evutil_socket_t fd, short events, void *context)
         snprintf(daemon->forced_names + used, sizeof(daemon->forced_names) - used, "%s%s",
                  used ? ", " : "", who);
         daemon->forced = true;
-        daemon_participant_kill(participant);
+        if (!daemon_plane_terminate(participant))
+            daemon_participant_kill(participant);
     }
     if (draining && daemon->kill_rounds == 0) {
         daemon->kill_rounds++;

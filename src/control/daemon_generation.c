@@ -175,7 +175,9 @@ static bool was_barren(const daemon_t *daemon)
            (!since || xp_monotonic_ns() - since < BARREN_NS);
 }
 
-/* On GPUs the Instances end too: their kernels wait for rows that nobody will bring. */
+/* On GPUs Instances that cannot be kept end too: their kernels wait for rows that nobody will
+ * bring.
+ */
 static void tell_former(daemon_t *daemon)
 {
     xpw_Envelope envelope = {.which_body = xpw_Envelope_failure_tag};
@@ -184,8 +186,9 @@ static void tell_former(daemon_t *daemon)
         daemon_participant_t *participant = &daemon->participants[i];
         bool agent = participant->role == xpw_Role_ROLE_ATNAGENT ||
                      participant->role == xpw_Role_ROLE_FFNAGENT;
-        bool instance =
-            daemon->plane && participant->role == xpw_Role_ROLE_INSTANCE && !participant->waits;
+        bool instance = daemon->plane && participant->role == xpw_Role_ROLE_INSTANCE &&
+                        !participant->waits &&
+                        !daemon_plane_keeps(&daemon->instances[participant->index]);
         if (!participant->used || participant->former || (!agent && !instance))
             continue;
         participant->former = agent;
@@ -195,8 +198,18 @@ static void tell_former(daemon_t *daemon)
     memset(daemon->ffn, 0, sizeof(daemon->ffn));
 }
 
-/* Arenas wait for the next Generation; on GPUs, where rows lay in the dead agents' memory, the
- * Instances end and are started anew. */
+/* The rank is told once that it waits: on CPUs it notices nothing. */
+static void pause_rank(const daemon_t *daemon, daemon_rank_t *rank)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_pause_tag};
+    envelope.body.pause.generation = daemon->last_failure.generation;
+    if (!rank->waiting)
+        wire_channel_send(rank->participant->channel, &envelope, NULL, 0);
+    rank->waiting = true;
+}
+
+/* Arenas wait for the next Generation; on GPUs Instances that cannot be kept end and are started
+ * anew. */
 static void suspend_instances(daemon_t *daemon)
 {
     char why[256];
@@ -204,13 +217,16 @@ static void suspend_instances(daemon_t *daemon)
              (unsigned long long)daemon->last_failure.generation, daemon->last_failure.who);
     for (uint32_t i = 0; i < daemon->config->model_count; i++) {
         daemon_instance_t *instance = &daemon->instances[i];
+        bool keeps = daemon_plane_keeps(instance);
         for (uint32_t r = 0; r < instance->rank_count; r++) {
             daemon_rank_t *rank = &instance->ranks[r];
+            if (keeps)
+                pause_rank(daemon, rank);
             rank->waiting = rank->waiting || rank->attached_at_agent;
             rank->attached_at_agent = false;
             rank->lease = 0;
         }
-        if (daemon->plane && daemon_instance_present(instance) && !instance->ending) {
+        if (daemon->plane && !keeps && daemon_instance_present(instance) && !instance->ending) {
             instance->replace = !instance->left;
             daemon_instance_end(instance, why);
         }

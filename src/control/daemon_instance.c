@@ -181,6 +181,19 @@ static bool level_ranks(const daemon_instance_t *instance, uint64_t *answered, b
     return true;
 }
 
+bool daemon_instance_stuck(daemon_rank_t *rank, uint64_t answered, bool open, char *why,
+                           size_t size)
+{
+    bool same = open && rank->stuck_count && rank->stuck_sequence == answered;
+    rank->stuck_count = open ? (same ? rank->stuck_count + 1 : 1) : 0;
+    rank->stuck_sequence = answered;
+    if (rank->stuck_count <= STUCK_LIMIT)
+        return false;
+    snprintf(why, size, "%u Generations in a row failed over its request %llu", rank->stuck_count,
+             (unsigned long long)answered + 1);
+    return true;
+}
+
 /* Whether the next Generation can go on where the last one stopped; fills in why not. Nobody else
  * is in the arenas now. */
 static bool can_go_on(daemon_instance_t *instance, char *why, size_t size)
@@ -201,14 +214,8 @@ static bool can_go_on(daemon_instance_t *instance, char *why, size_t size)
         daemon_rank_t *rank = &instance->ranks[r];
         if (!rank->waiting)
             continue;
-        bool same = open[r] && rank->stuck_count && rank->stuck_sequence == answered[r];
-        rank->stuck_count = open[r] ? (same ? rank->stuck_count + 1 : 1) : 0;
-        rank->stuck_sequence = answered[r];
-        if (rank->stuck_count > STUCK_LIMIT) {
-            snprintf(why, size, "%u Generations in a row failed over its request %llu",
-                     rank->stuck_count, (unsigned long long)answered[r] + 1);
+        if (daemon_instance_stuck(rank, answered[r], open[r], why, size))
             return false;
-        }
     }
     return true;
 }
@@ -425,10 +432,13 @@ static void kill_rank(daemon_instance_t *instance, uint32_t index, const char *w
     daemon_participant_t *participant = instance->ranks[index].participant;
     if (!participant)
         return;
-    xp_log_err("model %s, rank %u (pid %d): %s: killed", configured(instance)->id, index,
-               (int)participant->pid, why);
+    if (!participant->terminate_until_ns)
+        xp_log_err("model %s, rank %u (pid %d): %s: killed", configured(instance)->id, index,
+                   (int)participant->pid, why);
     if (!instance->absence[0])
         snprintf(instance->absence, sizeof(instance->absence), "%s", why);
+    if (daemon_plane_terminate(participant))
+        return;
     daemon_participant_kill(participant);
     daemon_participant_gone(participant);
 }

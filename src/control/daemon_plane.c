@@ -8,8 +8,12 @@
  * ranks get the stages. With the relay the FfnAgents get the AtnAgents' relay arenas instead, the
  * AtnAgents the stages and, last, the ranks' own arenas. With provider nvshmem these all lie in the
  * agents' symmetric heap: only the id to join with passes through here, and the ranks' own arenas.
- * Whoever mapped something of an Instance
- * confirms that it has let go before a successor is attached.
+ * Whoever mapped something of an Instance confirms that it has let go before a successor is
+ * attached.
+ *
+ * Instances that outlive their Generation are attached to the next one in the same order, once no
+ * former agent lives. Their open requests lie in their own arenas (relay) or in the stages, whose
+ * descriptors wait here for the next FfnAgents (direct lane).
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,8 +32,11 @@
 
 #define MPS_COMMAND_NS  (2 * XP_NS_PER_S)
 #define MPS_LOOK_NS     (5 * XP_NS_PER_S)
-#define LIFE_FIRST_WORD 1u /* 0 is nobody's */
+#define TERMINATE_NS    (3 * XP_NS_PER_S) /* for MPS to end a client's work */
+#define LIFE_FIRST_WORD 1u                /* 0 is nobody's */
 #define STAGE_FD_ABSENT (-1)
+/* The daemon gives a Generation up before its Instances do, and names the reason. */
+#define PAUSE_GRACE_NS (5 * XP_NS_PER_S)
 
 typedef struct plane_instance {
     /* Bits of FfnAgents (low half) and of ranks whose AtnAgent (from PLANE_ATN_BIT on). */
@@ -37,6 +44,9 @@ typedef struct plane_instance {
     uint64_t attached;  /* have confirmed it */
     uint64_t detaching; /* were told to let go and have not confirmed it */
     uint64_t lease;
+    /* One that goes on, as the agents found it. */
+    uint64_t answered;
+    bool open;
 } plane_instance_t;
 #define PLANE_ATN_BIT 32u
 
@@ -45,6 +55,7 @@ struct daemon_plane {
     bool relay;
     bool heap;      /* provider nvshmem */
     bool id_passed; /* PE 0's id went to the others */
+    bool keep;      /* Instances outlive a Generation */
     int life_fd;
     life_page_t *life;
     transport_life_watch_t *watch;
@@ -56,6 +67,7 @@ struct daemon_plane {
     bool mps_answers;
     char mps_problem[200];
     int stages[FABRIC_MAX_FFN][CONFIG_MAX_MODELS];
+    int kept[FABRIC_MAX_FFN][CONFIG_MAX_MODELS]; /* stages of the last Generation */
     int partials[FABRIC_MAX_FFN][CONFIG_MAX_MODELS];
     int relays[CONFIG_MAX_MODELS][FABRIC_MAX_RANKS];
     plane_instance_t instances[CONFIG_MAX_MODELS];
@@ -100,9 +112,39 @@ static xp_status_t start_mps(daemon_plane_t *plane)
     return mps_watch_create(plane->mps, MPS_LOOK_NS, &plane->mps_watch);
 }
 
+/* It has answered, or had its time. */
+static bool terminated(const daemon_plane_t *plane, const daemon_participant_t *participant)
+{
+    return mps_watch_terminate(plane->mps_watch, participant->pid) ||
+           xp_monotonic_ns() >= participant->terminate_until_ns;
+}
+
+bool daemon_plane_terminate(daemon_participant_t *participant)
+{
+    const daemon_plane_t *plane = participant->daemon->plane;
+    if (!plane || !plane->mps_watch || participant->role != xpw_Role_ROLE_INSTANCE ||
+        !participant->life_index || participant->was_killed)
+        return false;
+    if (!participant->terminate_until_ns)
+        participant->terminate_until_ns = xp_monotonic_ns() + TERMINATE_NS;
+    return !terminated(plane, participant);
+}
+
+static void kill_terminated(daemon_t *daemon)
+{
+    for (uint32_t i = 0; i < DAEMON_MAX_PARTICIPANTS; i++) {
+        daemon_participant_t *participant = &daemon->participants[i];
+        if (participant->used && participant->terminate_until_ns && !participant->was_killed &&
+            terminated(daemon->plane, participant))
+            daemon_participant_kill(participant);
+    }
+}
+
 void daemon_plane_tick(daemon_t *daemon)
 {
     daemon_plane_t *plane = daemon->plane;
+    if (plane && plane->mps_watch)
+        kill_terminated(daemon);
     if (!plane || !plane->mps_watch || daemon->failed)
         return;
     plane->mps_answers = mps_watch_look(plane->mps_watch) == XP_OK;
@@ -132,7 +174,9 @@ xp_status_t daemon_plane_start(daemon_t *daemon)
     plane->next_life = LIFE_FIRST_WORD;
     plane->relay = fabric_provider_relays(daemon->planned->plan.provider);
     plane->heap = fabric_provider_heap(daemon->planned->plan.provider);
+    plane->keep = daemon->config->keep_requests && daemon->config->deadlines.reform > 0;
     memset(plane->stages, 0xff, sizeof(plane->stages)); /* STAGE_FD_ABSENT */
+    memset(plane->kept, 0xff, sizeof(plane->kept));
     memset(plane->partials, 0xff, sizeof(plane->partials));
     memset(plane->relays, 0xff, sizeof(plane->relays));
     XP_TRY(transport_life_make(&plane->life_fd));
@@ -166,6 +210,7 @@ void daemon_plane_stop(daemon_t *daemon)
     for (uint32_t i = 0; i < CONFIG_MAX_MODELS; i++) {
         for (uint32_t f = 0; f < FABRIC_MAX_FFN; f++) {
             close_fd(&plane->stages[f][i]);
+            close_fd(&plane->kept[f][i]);
             close_fd(&plane->partials[f][i]);
         }
         for (uint32_t r = 0; r < FABRIC_MAX_RANKS; r++)
@@ -195,6 +240,32 @@ static uint32_t take_life_word(daemon_plane_t *plane, daemon_participant_t *part
     return index;
 }
 
+/* Ranks that wait by way of several AtnAgents could not be levelled: one of them may have its
+ * answer already and the other not, and nobody sees both before they go on. */
+static bool can_keep(const daemon_plane_t *plane, uint32_t instance)
+{
+    return plane->keep && (!plane->relay || plane->daemon->instances[instance].rank_count == 1);
+}
+
+bool daemon_plane_keeps(const daemon_instance_t *instance)
+{
+    const daemon_plane_t *plane = instance->daemon->plane;
+    if (!plane || instance->ending || !can_keep(plane, instance->index))
+        return false;
+    for (uint32_t r = 0; r < instance->rank_count; r++)
+        if (!instance->ranks[r].participant || instance->ranks[r].state < RANK_ATTACHED)
+            return false;
+    return true;
+}
+
+static uint64_t pause_ns(const daemon_plane_t *plane, const daemon_participant_t *participant)
+{
+    double seconds = plane->daemon->config->deadlines.reform;
+    if (participant->role != xpw_Role_ROLE_INSTANCE || !can_keep(plane, participant->index))
+        return 0;
+    return (uint64_t)(seconds * (double)XP_NS_PER_S) + PAUSE_GRACE_NS;
+}
+
 void daemon_plane_greet(daemon_participant_t *participant)
 {
     daemon_plane_t *plane = participant->daemon->plane;
@@ -205,6 +276,8 @@ void daemon_plane_greet(daemon_participant_t *participant)
     xpw_Envelope envelope = {.which_body = xpw_Envelope_device_plane_tag};
     envelope.body.device_plane.life_index = participant->life_index;
     envelope.body.device_plane.relay = plane->relay;
+    envelope.body.device_plane.keep = plane->keep;
+    envelope.body.device_plane.pause_ns = pause_ns(plane, participant);
     int fds[2] = {plane->life_fd, participant->daemon->plan_fd};
     wire_channel_send(participant->channel, &envelope, fds,
                       participant->role == xpw_Role_ROLE_INSTANCE ? 2 : 1);
@@ -248,6 +321,9 @@ static void send_arena(daemon_instance_t *instance, const daemon_participant_t *
     attach->dp_size = planned->atn_dp;
     attach->lease = plane->instances[instance->index].lease;
     attach->life_index = instance->ranks[r].participant->life_index;
+    /* With the relay, FfnAgents know its arenas only, which are fresh. */
+    attach->resume =
+        instance->ranks[r].waiting && plane->relay == (agent->role == xpw_Role_ROLE_ATNAGENT);
     if (wire_channel_send(agent->channel, &envelope, &fd, fd >= 0 ? 1 : 0) != XP_OK)
         xp_log_error("cannot hand an arena to its agent");
 }
@@ -276,7 +352,8 @@ static bool can_attach(const daemon_instance_t *instance, uint32_t members)
         return false;
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         uint32_t a = plan_of(plane, instance->index)->rank_atn[r];
-        if (instance->ranks[r].state != RANK_OFFERED || !daemon->atn[a] ||
+        const daemon_rank_t *rank = &instance->ranks[r];
+        if ((rank->state != RANK_OFFERED && !rank->waiting) || !daemon->atn[a] ||
             !daemon->atn[a]->joined ||
             (plane->relay && !plane->heap && plane->relays[instance->index][r] < 0))
             return false;
@@ -299,6 +376,7 @@ void daemon_plane_try_attach(daemon_instance_t *instance)
     own->lease = ++daemon->next_lease;
     own->asked = members;
     own->attached = 0;
+    own->open = false;
     for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
         for (uint32_t r = 0; (members & 1u << f) && r < (plane->heap ? 1 : instance->rank_count);
              r++)
@@ -331,12 +409,23 @@ static void attached_everywhere(daemon_instance_t *instance, uint32_t members)
 {
     daemon_t *daemon = instance->daemon;
     daemon_plane_t *plane = daemon->plane;
+    const plane_instance_t *own = &plane->instances[instance->index];
+    char why[256];
+    if (daemon_instance_waits(instance) &&
+        daemon_instance_stuck(&instance->ranks[0], own->answered, own->open, why, sizeof(why))) {
+        xp_log_err("model %s: %s", daemon->config->models[instance->index].id, why);
+        daemon_instance_end(instance, why);
+        return;
+    }
     for (uint32_t r = 0; r < instance->rank_count; r++) {
         daemon_rank_t *rank = &instance->ranks[r];
-        for (uint32_t f = 0; !plane->relay && f < daemon->config->ffn_count; f++)
+        /* One that goes on has the stages mapped, and its state. */
+        for (uint32_t f = 0; !rank->waiting && !plane->relay && f < daemon->config->ffn_count; f++)
             if (members & 1u << f)
                 send_stage(plane, rank->participant, xpw_StageKind_STAGE_ROWS, instance->index, f);
-        rank->state = RANK_ATTACHED;
+        if (!rank->waiting)
+            rank->state = RANK_ATTACHED;
+        rank->waiting = false;
         xpw_Envelope answer = {.which_body = xpw_Envelope_attached_tag};
         answer.body.attached.atn_pe = plan_of(plane, instance->index)->rank_atn[r];
         wire_channel_send(rank->participant->channel, &answer, NULL, 0);
@@ -366,6 +455,9 @@ static void on_attached(daemon_participant_t *agent, const xpw_ArenaAttached *at
         return;
     }
     own->attached |= bit;
+    if (attached->open || !own->open)
+        own->answered = attached->answered;
+    own->open = own->open || attached->open;
     uint32_t members = stage_members(plan_of(plane, instance->index));
     if (own->attached != own->asked)
         return;
@@ -411,11 +503,34 @@ void daemon_plane_forget(daemon_t *daemon)
     for (uint32_t i = 0; plane && i < CONFIG_MAX_MODELS; i++) {
         plane->instances[i] = (plane_instance_t){0};
         for (uint32_t f = 0; f < FABRIC_MAX_FFN; f++) {
-            close_fd(&plane->stages[f][i]);
+            if (plane->stages[f][i] >=
+                0) { /* else none was offered since, and the kept one holds */
+                close_fd(&plane->kept[f][i]);
+                plane->kept[f][i] = plane->stages[f][i];
+                plane->stages[f][i] = STAGE_FD_ABSENT;
+            }
             close_fd(&plane->partials[f][i]);
         }
         for (uint32_t r = 0; r < FABRIC_MAX_RANKS; r++)
             close_fd(&plane->relays[i][r]);
+    }
+}
+
+void daemon_plane_hand(daemon_t *daemon, uint32_t ffn)
+{
+    daemon_plane_t *plane = daemon->plane;
+    for (uint32_t i = 0; plane && i < daemon->config->model_count; i++) {
+        /* By the relay nobody but agents maps stages. */
+        if (plane->kept[ffn][i] >= 0 && !plane->relay && daemon->ffn[ffn] &&
+            daemon_instance_waits(&daemon->instances[i])) {
+            xpw_Envelope envelope = {.which_body = xpw_Envelope_kept_stage_tag};
+            envelope.body.kept_stage.instance = i;
+            if (wire_channel_send(daemon->ffn[ffn]->channel, &envelope, &plane->kept[ffn][i], 1) !=
+                XP_OK)
+                xp_log_error("cannot hand on the memory in which requests wait");
+        } else {
+            close_fd(&plane->kept[ffn][i]);
+        }
     }
 }
 
@@ -484,6 +599,18 @@ static void on_stage_offer(daemon_participant_t *agent, const xpw_StageOffer *of
         return;
     }
     *place = wire_descriptors_take(fds, 0);
+    if (offer->kind == xpw_StageKind_STAGE_ROWS) /* the same memory, or one that replaces it */
+        close_fd(&plane->kept[agent->index][offer->instance]);
+    daemon_instance_t *instance = &daemon->instances[offer->instance];
+    if (offer->kind == xpw_StageKind_STAGE_ROWS && !plane->relay && !offer->adopted &&
+        daemon_instance_waits(instance)) {
+        char why[200];
+        snprintf(why, sizeof(why),
+                 "ffnagent %.96s could not take over the memory in which its requests wait",
+                 agent->name);
+        xp_log_err("model %s: %s", daemon->config->models[offer->instance].id, why);
+        daemon_instance_end(instance, why);
+    }
     for (uint32_t f = 0; !relay && f < daemon->config->ffn_count; f++) {
         if (offer->kind == xpw_StageKind_STAGE_PARTIALS)
             hand_partials(plane, offer->instance, agent->index, f);

@@ -64,8 +64,10 @@ typedef struct daemon_participant {
     char progress_what[96];
     xpw_Executable execution; /* FfnAgent */
     char kernels[16];
-    bool wants_down;                             /* client waiting for DownDone */
-    uint32_t life_index;                         /* CUDA: its life word; 0 = none */
+    bool wants_down;     /* client waiting for DownDone */
+    uint32_t life_index; /* CUDA: its life word; 0 = none */
+    /* CUDA: MPS is to end its work on the device first; until then at most. 0: not asked. */
+    uint64_t terminate_until_ns;
     xpw_PlaneStats plane_stats;                  /* CUDA: agents */
     xpw_ExpertUsage usage[FABRIC_MAX_INSTANCES]; /* FfnAgent, by weight set */
 } daemon_participant_t;
@@ -255,6 +257,10 @@ void daemon_instance_rank_gone(daemon_instance_t *instance, uint32_t rank, const
 void daemon_instance_try_attach(daemon_instance_t *instance);
 /* A rank's open request waits for the next Generation. */
 bool daemon_instance_waits(const daemon_instance_t *instance);
+/* A rank that goes on, as its arena was found: whether too many Generations in a row have failed
+ * over the same request; fills in why then. */
+bool daemon_instance_stuck(daemon_rank_t *rank, uint64_t answered, bool open, char *why,
+                           size_t size);
 /* XP_INVALID: its checkpoint on disk is not the one of the start, with which what is loaded would
  * not go together. Reads files only where one was written since. */
 xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance);
@@ -290,6 +296,9 @@ const char *daemon_plane_problem(const daemon_t *daemon);
 void daemon_plane_greet(daemon_participant_t *participant);
 void daemon_plane_farewell(daemon_participant_t *participant);
 void daemon_plane_end_word(daemon_participant_t *participant); /* its kernels leave */
+/* An Instance that does not end by itself is to be killed. True: MPS ends its work on the device
+ * first, without harm to others, and the tick kills it then. False: kill it. */
+bool daemon_plane_terminate(daemon_participant_t *participant);
 /* Of an agent; false: not one of the plane's messages. */
 bool daemon_plane_message(daemon_participant_t *agent, const xpw_Envelope *envelope,
                           wire_descriptors_t *fds);
@@ -297,6 +306,10 @@ void daemon_plane_executable(daemon_t *daemon); /* one more FfnAgent is */
 void daemon_plane_try_attach(daemon_instance_t *instance);
 void daemon_plane_release(daemon_instance_t *instance);
 void daemon_plane_forget(daemon_t *daemon); /* what agents of a failed Generation had */
+/* Whether the Instance, with what is open, outlives its Generation. */
+bool daemon_plane_keeps(const daemon_instance_t *instance);
+/* To an FfnAgent, before its Prepare: the stages in which requests wait. */
+void daemon_plane_hand(daemon_t *daemon, uint32_t ffn);
 /* On CPUs from the Fabric arena, on GPUs as the agents have told. */
 void daemon_pe_counters(const daemon_t *daemon, uint32_t pe, fabric_pe_counters_t *counters_out);
 void daemon_instance_counters(const daemon_t *daemon, uint32_t instance, uint64_t *invocations_out,

@@ -27,6 +27,8 @@ struct library_device {
     transport_cuda_life_t life;
     fabric_plan_t *plan; /* NULL before DevicePlane */
     bool relay;
+    uint64_t pause_ns;                      /* 0: no pauses */
+    bool paused;                            /* the loop thread's */
     const fabric_plan_instance_t *instance; /* in `plan`; NULL before Admitted */
     pthread_mutex_t lock;
     stage_client_t *client; /* NULL before Admitted */
@@ -143,6 +145,7 @@ xp_status_t library_device_plane(library_device_t *device, const xpw_DevicePlane
         return xp_fail(XP_PEER, "the daemon's DevicePlane came out of order");
     XP_TRY(read_plan(fds->fds[1], &device->plan));
     device->relay = plane->relay;
+    device->pause_ns = plane->pause_ns;
     return transport_cuda_life_open(&device->device, fds->fds[0], plane->life_index, &device->life);
 }
 
@@ -163,7 +166,8 @@ xp_status_t library_device_admit(library_device_t *device, const xpw_Admitted *a
                                     .rank = rank,
                                     .path = device->relay ? STAGE_RELAY : STAGE_DIRECT,
                                     .life = &device->life,
-                                    .limit_ns = patience_ns};
+                                    .limit_ns = patience_ns,
+                                    .pause_ns = device->pause_ns};
     stage_client_t *client;
     XP_TRY(CUDA_CALL(device->device.driver, cuMemHostAlloc, (void **)&device->marks,
                      MARKS * sizeof(*device->marks), CUDA_HOST_ALLOC_PORTABLE));
@@ -432,10 +436,28 @@ xp_status_t library_device_count_anew(library_device_t *device, uint64_t deadlin
 void library_device_close(library_device_t *device, xp_status_t reason)
 {
     cuda_context_t before;
-    if (!device->client || library_context_enter(&device->device, &before) != XP_OK)
+    if (!device->client)
+        return;
+    /* What waits is told first: an engine whose launches wait for it may hold the lock. */
+    stage_client_end(device->client, reason);
+    if (library_context_enter(&device->device, &before) != XP_OK)
         return;
     pthread_mutex_lock(&device->lock);
     (void)stage_client_close(device->client, reason);
     pthread_mutex_unlock(&device->lock);
     library_context_leave(&device->device, before);
+}
+
+bool library_device_pause(library_device_t *device, bool paused)
+{
+    if (!device->client || !device->pause_ns || device->paused == paused)
+        return false;
+    stage_client_pause(device->client, paused);
+    device->paused = paused;
+    return true;
+}
+
+bool library_device_paused(const library_device_t *device)
+{
+    return device->paused;
 }

@@ -70,4 +70,8 @@ void library_device_counts(library_device_t *device, uint64_t deadline_ns,
 xp_status_t library_device_count_anew(library_device_t *device, uint64_t deadline_ns);
 /* Terminal: kernels that wait in the arena end. Also on an object without one. */
 void library_device_close(library_device_t *device, xp_status_t reason);
+/* The loop thread's. A pause begins (false: there is none, the Generation's end is the Instance's)
+ * or ends (false: there was none). Requests stay open in it. */
+bool library_device_pause(library_device_t *device, bool paused);
+bool library_device_paused(const library_device_t *device);
 #endif

@@ -144,6 +144,9 @@ static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
         tell_engine(rank, end, seconds,
                     drain ? "the daemon asked this Instance to finish its requests and end"
                           : "the daemon asked this Instance to end now");
+    /* Between two Generations nobody answers what is open, and the engine could not leave it. */
+    if (!drain && rank->device && library_device_paused(rank->device))
+        close_arena(rank, XP_CLOSED);
 }
 
 /* This rank cannot go on, for a reason of its own, which the daemon's answer does not replace. */
@@ -253,6 +256,19 @@ static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted, wire_d
     offer_arena(rank, &offer, transport_client_fd(rank->client));
 }
 
+/* The Generation has failed and the next one forms: what is open waits. */
+static void on_pause(xpool_rank_t *rank)
+{
+    if (!rank->device || !rank->attached || !library_device_pause(rank->device, true))
+        fail_rank(rank, "the daemon's Pause came out of order");
+}
+
+/* Who had been attached is so again. */
+static bool end_pause(xpool_rank_t *rank)
+{
+    return rank->device && rank->attached && library_device_pause(rank->device, false);
+}
+
 /* The AtnAgent's doorbell; on a GPU nobody is to be woken. */
 static bool take_attached(xpool_rank_t *rank, const xpw_Envelope *envelope,
                           const wire_descriptors_t *fds)
@@ -282,7 +298,12 @@ static void on_message(void *context, const xpw_Envelope *envelope, wire_descrip
             library_device_stage(rank->device, &envelope->body.stage_grant, fds) != XP_OK)
             fail_rank(rank, xp_error_last()->text);
         return;
+    case xpw_Envelope_pause_tag:
+        on_pause(rank);
+        return;
     case xpw_Envelope_attached_tag:
+        if (end_pause(rank))
+            return;
         if (rank->attached || !take_attached(rank, envelope, fds)) {
             fail_rank(rank, "the daemon's Attached came out of order");
             return;

@@ -72,7 +72,8 @@ xp_status_t stage_client_create(const stage_client_config_t *config, stage_clien
     XP_TRY_GOTO(status, fail, stage_control_init(config->device, &client->control));
     XP_TRY_GOTO(status, fail,
                 transport_cuda_client_create(config->device, &client->geometry, config->life,
-                                             config->limit_ns, &client->transport));
+                                             config->limit_ns, config->pause_ns,
+                                             &client->transport));
     client->parts = transport_cuda_client_parts(client->transport);
     if (config->path == STAGE_DIRECT)
         client->marked_rows = stage_marked_rows(config->instance, config->marked_rows);
@@ -283,7 +284,7 @@ xp_status_t stage_client_wait(stage_client_t *client, cuda_stream_t stream)
     XP_TRY(client_check(client, 0, NULL, NULL));
     uint32_t direct = client_direct(client);
     void *parameters[] = {&client->parts.arena, &client->parts.state, &direct,
-                          &client->parts.life_word, &client->parts.limit_ns};
+                          &client->parts.patience};
     return client_launch(client, STAGE_KERNEL_WAIT, 0, stream, parameters);
 }
 
@@ -319,9 +320,8 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
     uint32_t direct = client_direct(client);
     const void *from = input->data;
     void *to = output->data;
-    void *parameters[] = {
-        &put, &take,   &client->parts.arena,     &client->parts.state,   &live, &from,
-        &to,  &direct, &client->parts.life_word, &client->parts.limit_ns};
+    void *parameters[] = {&put, &take,   &client->parts.arena,   &client->parts.state, &live, &from,
+                          &to,  &direct, &client->parts.patience};
     return cuda_launch(client->device, client->control.kernels[STAGE_KERNEL_CALL], 1,
                        client_call_threads(bytes), stream, parameters);
 }
@@ -334,6 +334,16 @@ xp_status_t stage_client_finish(stage_client_t *client, uint64_t deadline_ns)
 xp_status_t stage_client_close(stage_client_t *client, xp_status_t reason)
 {
     return transport_cuda_client_close(client->transport, reason);
+}
+
+void stage_client_pause(stage_client_t *client, bool paused)
+{
+    transport_cuda_client_pause(client->transport, paused);
+}
+
+void stage_client_end(stage_client_t *client, xp_status_t reason)
+{
+    transport_cuda_client_end(client->transport, reason);
 }
 
 xp_status_t stage_client_state_copy(const stage_client_t *client, transport_device_state_t *to,

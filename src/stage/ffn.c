@@ -4,10 +4,12 @@
  * members' partials, and the resident kernel. One thread uses the object. The scheduler trusts
  * nothing that Instances wrote; here the header of a received arena is compared with the plan.
  */
+#include <fcntl.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "fabric/records.h"
@@ -31,6 +33,7 @@ typedef struct ffn_instance {
     cuda_block_t arenas[FABRIC_MAX_RANKS];
     stage_about_t about;
     uint32_t turn;
+    int kept; /* descriptor of the page, when it is a former FfnAgent's; else -1 */
     bool attached, dropped;
 } ffn_instance_t;
 
@@ -82,12 +85,17 @@ static xp_status_t ffn_check(const stage_ffn_config_t *config)
     return XP_OK;
 }
 
-/* Nothing of the Instance's predecessor is left in stage and partials. */
-static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
+static uint32_t ffn_marked_rows(const stage_ffn_t *ffn, const fabric_plan_instance_t *plan)
+{
+    return ffn->config.heap || ffn->config.dispatch
+               ? 0
+               : stage_marked_rows(plan, ffn->config.marked_rows);
+}
+
+static stage_head_t ffn_head(const stage_ffn_t *ffn, uint32_t index)
 {
     const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
-    ffn_instance_t *instance = &ffn->instances[index];
-    stage_head_t head = {
+    return (stage_head_t){
         .magic = STAGE_MAGIC,
         .abi = STAGE_ABI,
         .bytes = stage_page_bytes(plan),
@@ -99,14 +107,14 @@ static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
         .hidden = plan->hidden,
         .max_rows = plan->max_rows,
         .dtype = plan->dtype,
-        .marked_rows = instance->about.marked_rows,
+        .marked_rows = ffn_marked_rows(ffn, plan),
     };
-    void *parameters[] = {&instance->page.address, &head};
-    XP_TRY(stage_control_launch(&ffn->control, STAGE_KERNEL_PAGE_START, 64, parameters));
-    if (instance->about.marked_rows)
-        XP_TRY(CUDA_CALL(ffn->config.device->driver, cuMemsetD8Async, instance->about.marked, 0,
-                         stage_marked_bytes(plan, instance->about.marked_rows),
-                         ffn->control.stream));
+}
+
+static xp_status_t ffn_clear_partials(stage_ffn_t *ffn, uint32_t index)
+{
+    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
+    ffn_instance_t *instance = &ffn->instances[index];
     if (!instance->partials.address)
         return XP_OK;
     uint64_t bytes = stage_partials_bytes(plan, ffn->config.ffn);
@@ -114,6 +122,21 @@ static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
     uint32_t rows = (uint32_t)stage_total_rows(plan), hidden = plan->hidden, own = ffn->config.ffn;
     void *start[] = {&instance->partials.address, &bytes, &index, &own, &members, &rows, &hidden};
     return stage_control_launch(&ffn->control, STAGE_KERNEL_PARTIALS_START, 128, start);
+}
+
+/* Nothing of the Instance's predecessor is left in stage and partials. */
+static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
+{
+    stage_head_t head = ffn_head(ffn, index);
+    void *parameters[] = {&ffn->instances[index].page.address, &head};
+    XP_TRY(stage_control_launch(&ffn->control, STAGE_KERNEL_PAGE_START, 64, parameters));
+    const stage_about_t *about = &ffn->instances[index].about;
+    if (about->marked_rows)
+        XP_TRY(
+            CUDA_CALL(ffn->config.device->driver, cuMemsetD8Async, about->marked, 0,
+                      stage_marked_bytes(&ffn->config.plan->instances[index], about->marked_rows),
+                      ffn->control.stream));
+    return ffn_clear_partials(ffn, index);
 }
 
 /* A block without a handle is not this object's to free: it lies on the heap. */
@@ -128,14 +151,37 @@ static cuda_block_t ffn_heap_block(const stage_ffn_t *ffn, stage_heap_kind_t kin
     };
 }
 
-static uint32_t ffn_marked_rows(const stage_ffn_t *ffn, const fabric_plan_instance_t *plan)
+/* Takes the stage over that a former FfnAgent made for the Instance: what lies in it stays, but for
+ * the Generation. Not XP_OK: it is not what the plan says, or cannot be mapped. */
+static xp_status_t ffn_adopt(stage_ffn_t *ffn, uint32_t index, int fd)
 {
-    return ffn->config.heap || ffn->config.dispatch
-               ? 0
-               : stage_marked_rows(plan, ffn->config.marked_rows);
+    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
+    uint64_t deadline_ns = xp_monotonic_ns() + FFN_START_NS;
+    stage_head_t found, head = ffn_head(ffn, index);
+    cuda_block_t page;
+    XP_TRY(cuda_block_import(ffn->config.device, fd, stage_page_bytes(plan), &page));
+    int kept = -1;
+    xp_status_t status;
+    XP_TRY_GOTO(
+        status, fail,
+        stage_control_read(&ffn->control, page.address, sizeof(found), deadline_ns, &found));
+    XP_TRY_GOTO(status, fail,
+                stage_head_check(&found, plan, index, found.generation, ffn->config.ffn));
+    XP_TRY_GOTO(status, fail,
+                stage_control_write(&ffn->control, page.address, &head, sizeof(head), deadline_ns));
+    kept = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    XP_TRY_GOTO(status, fail,
+                kept >= 0 ? XP_OK : xp_fail_errno(XP_IO, "cannot keep the descriptor of a stage"));
+    ffn->instances[index].page = page;
+    ffn->instances[index].kept = kept;
+    return XP_OK;
+fail:
+    cuda_block_destroy(&page);
+    return status;
 }
 
-/* Stage and partials, all zero: who maps them must find nothing of an earlier owner. */
+/* Stage and partials, all zero but for a stage that is taken over: who maps them must find nothing
+ * of an earlier owner. */
 static xp_status_t ffn_make_memory(stage_ffn_t *ffn, uint32_t index)
 {
     const cuda_device_t *device = ffn->config.device;
@@ -148,11 +194,14 @@ static xp_status_t ffn_make_memory(stage_ffn_t *ffn, uint32_t index)
             instance->partials = ffn_heap_block(ffn, STAGE_HEAP_PARTIALS, index, partials);
         return XP_OK; /* cleared when it was joined */
     }
-    XP_TRY(cuda_block_create(
-        device, stage_page_bytes(plan) + stage_marked_bytes(plan, ffn_marked_rows(ffn, plan)),
-        &instance->page));
-    XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->page.address, 0,
-                     instance->page.bytes, ffn->control.stream));
+    /* One with marked rows is never taken over: benchmarks alone have them. */
+    const uint64_t marked = stage_marked_bytes(plan, ffn_marked_rows(ffn, plan));
+    if (marked || !ffn->config.kept || ffn->config.kept[index] < 0 ||
+        ffn_adopt(ffn, index, ffn->config.kept[index]) != XP_OK) {
+        XP_TRY(cuda_block_create(device, stage_page_bytes(plan) + marked, &instance->page));
+        XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->page.address, 0,
+                         instance->page.bytes, ffn->control.stream));
+    }
     if (!partials)
         return XP_OK;
     XP_TRY(cuda_block_create(device, partials, &instance->partials));
@@ -264,7 +313,7 @@ static xp_status_t ffn_make(stage_ffn_t *ffn)
         XP_TRY(ffn_make_instance(ffn, i, groups));
         if (ffn->far.courier)
             XP_TRY(stage_far_routes(&ffn->far, i));
-        XP_TRY(ffn_clear(ffn, i));
+        XP_TRY(stage_ffn_adopted(ffn, i) ? ffn_clear_partials(ffn, i) : ffn_clear(ffn, i));
         ffn->instances[i].about.groups = ffn->table + at;
         XP_TRY(stage_control_write(&ffn->control, ffn->table + at, groups,
                                    sizeof(uint32_t) * plan->instances[i].layers,
@@ -281,7 +330,10 @@ xp_status_t stage_ffn_create(const stage_ffn_config_t *config, stage_ffn_t **ffn
     if (!ffn)
         return xp_fail(XP_NO_MEMORY, "no memory for the stages of FfnAgent %u", config->ffn);
     ffn->config = *config;
+    for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++)
+        ffn->instances[i].kept = -1;
     xp_status_t status = ffn_make(ffn);
+    ffn->config.kept = NULL; /* the caller's */
     if (status != XP_OK) {
         stage_ffn_destroy(ffn);
         return status;
@@ -306,7 +358,18 @@ xp_status_t stage_ffn_export(const stage_ffn_t *ffn, uint32_t instance, int *fd_
     XP_TRY(ffn_check_member(ffn, instance));
     if (ffn->config.heap)
         return xp_fail(XP_INVALID, "stages of the symmetric heap are not exported");
-    return cuda_vmm_export(ffn->config.device, ffn->instances[instance].page.handle, fd_out);
+    if (!stage_ffn_adopted(ffn, instance))
+        return cuda_vmm_export(ffn->config.device, ffn->instances[instance].page.handle, fd_out);
+    int fd = fcntl(ffn->instances[instance].kept, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return xp_fail_errno(XP_IO, "cannot hand on the descriptor of a stage");
+    *fd_out = fd;
+    return XP_OK;
+}
+
+bool stage_ffn_adopted(const stage_ffn_t *ffn, uint32_t instance)
+{
+    return instance < FABRIC_MAX_INSTANCES && ffn->instances[instance].kept >= 0;
 }
 
 xp_status_t stage_ffn_export_partials(const stage_ffn_t *ffn, uint32_t instance, int *fd_out)
@@ -480,8 +543,60 @@ static xp_status_t ffn_map_arena(const stage_ffn_t *ffn, uint32_t index, uint32_
     return XP_OK;
 }
 
-xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_fds, uint32_t ranks,
-                             uint64_t deadline_ns)
+/* The word with which this FfnAgent, or the group's first member for it, answers a rank: its last
+ * value, in a mapped arena. */
+static xp_status_t ffn_answered(stage_ffn_t *ffn, uint32_t index, const mailbox_arena_t *header,
+                                uint32_t rank, uint64_t deadline_ns, uint64_t *answered_out)
+{
+    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
+    uint32_t group = stage_uniform_group(plan);
+    uint32_t member = fabric_group_size(group & ((1u << ffn->config.ffn) - 1));
+    mailbox_partial_t partial = {.sequence = header->response.sequence};
+    if (fabric_is_direct(plan, group))
+        XP_TRY(stage_control_read(&ffn->control,
+                                  ffn->instances[index].arenas[rank].address +
+                                      MAILBOX_PARTIALS_START + member * sizeof(partial),
+                                  sizeof(partial), deadline_ns, &partial));
+    *answered_out = partial.sequence;
+    return XP_OK;
+}
+
+static xp_status_t ffn_check_resume(const stage_ffn_t *ffn, uint32_t index)
+{
+    const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
+    if (!stage_ffn_adopted(ffn, index))
+        return xp_fail(XP_UNSUPPORTED,
+                       "FfnAgent %u could not take over the memory in which requests of %.48s wait",
+                       ffn->config.ffn, plan->id);
+    /* Else a sequence that this FfnAgent has not answered may be another group's. */
+    if (!stage_uniform_group(plan))
+        return xp_fail(XP_UNSUPPORTED,
+                       "%.48s: its layers have different Execution Groups, and which requests "
+                       "are open cannot be told",
+                       plan->id);
+    return XP_OK;
+}
+
+/* Is a line in the stage that is not answered? A rank may be putting the next one just now. */
+static xp_status_t ffn_look_open(stage_ffn_t *ffn, uint32_t index, uint64_t deadline_ns,
+                                 bool *open_out)
+{
+    stage_brief_t briefs[FABRIC_MAX_RANKS];
+    const ffn_instance_t *instance = &ffn->instances[index];
+    XP_TRY(stage_control_read(&ffn->control,
+                              instance->page.address + offsetof(stage_page_t, briefs),
+                              sizeof(briefs), deadline_ns, briefs));
+    bool open = false;
+    for (uint32_t r = 0; r < fabric_plan_ranks(&ffn->config.plan->instances[index]); r++)
+        open = open || (uint32_t)briefs[r].word != (uint32_t)instance->about.taken;
+    *open_out = open;
+    return XP_OK;
+}
+
+/* resume: of a former Generation. Its stage stays as it is, and `about.taken` says from where on.
+ */
+static xp_status_t ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_fds,
+                              uint32_t ranks, bool resume, uint64_t deadline_ns)
 {
     XP_TRY(ffn_check_member(ffn, index));
     const fabric_plan_instance_t *plan = &ffn->config.plan->instances[index];
@@ -508,8 +623,23 @@ xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_
                     stage_control_read(&ffn->control, instance->arenas[rank].address,
                                        sizeof(header), deadline_ns, &header));
         XP_TRY_GOTO(status, fail, transport_cuda_header_check(&header, &geometry));
+        uint64_t answered = 0;
+        if (resume)
+            XP_TRY_GOTO(status, fail,
+                        ffn_answered(ffn, index, &header, rank, deadline_ns, &answered));
+        if (rank && answered != instance->about.taken) {
+            status = xp_fail(XP_PEER,
+                             "%.48s: rank 0 had the answer to request %llu, rank %u that to %llu, "
+                             "when the Generation failed",
+                             plan->id, (unsigned long long)instance->about.taken, rank,
+                             (unsigned long long)answered);
+            goto fail;
+        }
+        instance->about.taken = answered;
     }
-    XP_TRY_GOTO(status, fail, ffn_clear(ffn, index));
+    /* Other members may have taken up what waits already, and put their parts here. */
+    if (!resume)
+        XP_TRY_GOTO(status, fail, ffn_clear(ffn, index));
     if (ffn->far.courier)
         XP_TRY_GOTO(status, fail, stage_courier_order(ffn->far.courier, index, true, deadline_ns));
     XP_TRY_GOTO(status, fail, ffn_order(ffn, index, TRANSPORT_SLOT_ATTACHED));
@@ -527,6 +657,25 @@ xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_
 fail:
     ffn_unmap_arenas(instance);
     return status;
+}
+
+xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t index, const int *arena_fds, uint32_t ranks,
+                             uint64_t deadline_ns)
+{
+    return ffn_attach(ffn, index, arena_fds, ranks, false, deadline_ns);
+}
+
+xp_status_t stage_ffn_resume(stage_ffn_t *ffn, uint32_t index, const int *arena_fds, uint32_t ranks,
+                             uint64_t deadline_ns, uint64_t *answered_out, bool *open_out)
+{
+    bool open;
+    XP_TRY(ffn_check_member(ffn, index));
+    XP_TRY(ffn_check_resume(ffn, index));
+    XP_TRY(ffn_attach(ffn, index, arena_fds, ranks, true, deadline_ns));
+    XP_TRY(ffn_look_open(ffn, index, deadline_ns, &open));
+    *answered_out = ffn->instances[index].about.taken;
+    *open_out = open;
+    return XP_OK;
 }
 
 static xp_status_t ffn_check_attached(const stage_ffn_t *ffn, uint32_t index)
@@ -646,11 +795,11 @@ xp_status_t stage_ffn_look(stage_ffn_t *ffn, uint64_t deadline_ns, uint64_t *dro
     return XP_OK;
 }
 
-xp_status_t stage_ffn_fail(stage_ffn_t *ffn)
+xp_status_t stage_ffn_fail(stage_ffn_t *ffn, bool keep)
 {
     XP_TRY(stage_control_post(&ffn->control, ffn->table + offsetof(stage_table_t, stop), 1));
     xp_status_t first = XP_OK;
-    for (uint32_t i = 0; i < ffn->config.plan->instance_count; i++) {
+    for (uint32_t i = 0; !keep && i < ffn->config.plan->instance_count; i++) {
         xp_status_t status = ffn->instances[i].attached ? stage_ffn_close(ffn, i, XP_FATAL) : XP_OK;
         if (first == XP_OK)
             first = status;
@@ -730,6 +879,8 @@ void stage_ffn_destroy(stage_ffn_t *ffn)
             cuda_block_destroy(&instance->scratch);
             cuda_block_destroy(&instance->partials);
             cuda_block_destroy(&instance->page);
+            if (instance->kept >= 0)
+                close(instance->kept);
         }
         if (ffn->table)
             CUDA_IGNORE(ffn->config.device->driver, cuMemFree, ffn->table);

@@ -84,12 +84,14 @@ extern "C" __global__ void stage_put(const __grid_constant__ stage_put_t put,
 // By one thread, on a copy of the state.
 static __device__ void wait_by_looking(const mailbox_arena_t *arena,
                                        transport_device_state_t *state, uint32_t direct,
-                                       const uint32_t *life, uint64_t limit_ns)
+                                       const transport_patience_t &patience)
 {
     if (transport_device_wait_begin(state))
         return;
     const uint64_t start = transport_clock_ns();
     uint64_t next = start + LIFE_LOOK_NS, now = start;
+    transport_clock_t clock;
+    transport_device_wait_start(&clock, start);
     uint32_t missing = direct;
     uint64_t looks = 0;
     // Most looks are for the answer alone; some microseconds of them make a round.
@@ -105,7 +107,7 @@ static __device__ void wait_by_looking(const mailbox_arena_t *arena,
         if (now < next)
             continue;
         next = now + LIFE_LOOK_NS;
-        if (transport_device_wait_life(life, state, now - start, limit_ns))
+        if (transport_device_wait_life(&patience, state, &clock, now))
             break;
     }
     state->looks += looks;
@@ -113,12 +115,13 @@ static __device__ void wait_by_looking(const mailbox_arena_t *arena,
 }
 
 extern "C" __global__ void stage_wait(const mailbox_arena_t *arena, transport_device_state_t *state,
-                                      uint32_t direct, const uint32_t *life, uint64_t limit_ns)
+                                      uint32_t direct,
+                                      const __grid_constant__ transport_patience_t patience)
 {
     if (threadIdx.x != 0)
         return;
     transport_device_state_t local = *state; // counted in registers, written once
-    wait_by_looking(arena, &local, direct, life, limit_ns);
+    wait_by_looking(arena, &local, direct, patience);
     *state = local;
 }
 
@@ -192,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     stage_call(const __grid_constant__ stage_put_t put, const __grid_constant__ stage_take_t take,
                const mailbox_arena_t *arena, transport_device_state_t *state,
                const transport_live_t *live, const void *input, void *output, uint32_t direct,
-               const uint32_t *life, uint64_t limit_ns)
+               const __grid_constant__ transport_patience_t patience)
 {
     __shared__ uint32_t answered, rows;
     // State, live rows and each thread's first bytes are loaded at once, before it is known whether
@@ -230,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x < 32)
         put_lines(put, &local, live);
     if (threadIdx.x == 0) {
-        wait_by_looking(arena, &local, direct, life, limit_ns);
+        wait_by_looking(arena, &local, direct, patience);
         answered = transport_device_take_allowed(&local);
         rows = local.rows;
     }

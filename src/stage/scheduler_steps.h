@@ -663,7 +663,7 @@ PROTOCOL_FUNCTION int stage_scheduler_order(stage_scheduler_t *s, uint32_t insta
             work->decode_rows = s->dispatch->models[work->about.weights].decode_rows;
         work->ranks = work->about.tp * work->about.dp;
         work->alone = work->ranks == 1 && work->about.uniform == 1u << s->ffn;
-        work->taken = 0; /* the host has cleared the lines */
+        work->taken = work->about.taken; /* 0: the host has cleared the lines */
     }
     work->now = wanted;
     PROTOCOL_STORE_RELEASE(&described->now, wanted);

@@ -19,6 +19,11 @@
  *   An Instance that went away is detached at every FfnAgent before one of them attaches its
  *   successor: step 3 clears the stage, and nothing of the old one may come after that.
  *
+ * Where an Instance outlives the Generation, its open request does too. By the relay it lies in the
+ * Instance's arena, which the next AtnAgent attaches. On the direct lane it lies in the stages:
+ * their memory is kept by the daemon's descriptors, the next FfnAgents take it over (`kept`) and
+ * the Instance notices nothing: no mapping and no captured launch of its changes.
+ *
  * Objects are used by one thread each, fail/shutdown/state calls included. Nothing here waits
  * without a deadline, and nothing is allocated between create/attach and detach/destroy.
  */
@@ -78,12 +83,18 @@ typedef struct stage_ffn_config {
      * nothing is exported, imported or received. NULL: memory of their own, passed by descriptor.
      * Outlives the object. */
     stage_heap_t *heap;
+    /* [plan->instance_count]: descriptors of stages that an FfnAgent of a former Generation made
+     * here, the caller's; -1: none. Instances that go on have them mapped, and what they wrote
+     * there stays. NULL: none at all. */
+    const int *kept;
 } stage_ffn_config_t;
 
 /* Takes all device memory and loads all code; launches nothing that stays. */
 xp_status_t stage_ffn_create(const stage_ffn_config_t *config, stage_ffn_t **ffn_out);
 /* A descriptor of the Instance's stage, the caller's. XP_NOT_FOUND: not a member. */
 xp_status_t stage_ffn_export(const stage_ffn_t *ffn, uint32_t instance, int *fd_out);
+/* Is that stage the kept one? Where it could not be mapped, or is none, there is a fresh one. */
+bool stage_ffn_adopted(const stage_ffn_t *ffn, uint32_t instance);
 /* Of its partials, for the other members. XP_NOT_FOUND: none here (stage_reducers). */
 xp_status_t stage_ffn_export_partials(const stage_ffn_t *ffn, uint32_t instance, int *fd_out);
 /* Maps the partials that FfnAgent `first` exported; before start. `fd` stays the caller's. */
@@ -96,6 +107,15 @@ xp_status_t stage_ffn_start(stage_ffn_t *ffn);
  * planned arenas. */
 xp_status_t stage_ffn_attach(stage_ffn_t *ffn, uint32_t instance, const int *arena_fds,
                              uint32_t ranks, uint64_t deadline_ns);
+/* The same for an Instance of a former Generation, which has gone on all the while: its stage is
+ * the kept one and is not cleared, and what it wrote there after the last answer in its arenas is
+ * taken up. Nobody else may still answer there. XP_PEER: its ranks have had different answers,
+ * which one of them could never make up for. XP_UNSUPPORTED: the stage is not the kept one, or its
+ * layers have different groups. `answered_out`: the last sequence that was answered; `open_out`:
+ * one after it waits. */
+xp_status_t stage_ffn_resume(stage_ffn_t *ffn, uint32_t instance, const int *arena_fds,
+                             uint32_t ranks, uint64_t deadline_ns, uint64_t *answered_out,
+                             bool *open_out);
 /* What is in flight is finished and dropped; then the arenas are unmapped. XP_TIMEOUT: it is still
  * being executed, and stays mapped; call again. XP_CLOSED: the scheduler has left, destroy unmaps.
  */
@@ -108,9 +128,9 @@ xp_status_t stage_ffn_close(stage_ffn_t *ffn, uint32_t instance, xp_status_t rea
  * it canonical. XP_CLOSED: it has left after a shutdown. `dropped_out`: bits of Instances whose
  * arenas it dropped since (nonsense from an Instance, or closed); each is to be detached. */
 xp_status_t stage_ffn_look(stage_ffn_t *ffn, uint64_t deadline_ns, uint64_t *dropped_out);
-/* A failure of somebody else: the scheduler leaves, every attached arena is closed with XP_FATAL.
- */
-xp_status_t stage_ffn_fail(stage_ffn_t *ffn);
+/* A failure of somebody else: the scheduler leaves. Every attached arena is closed with XP_FATAL,
+ * unless they are kept for the next Generation. */
+xp_status_t stage_ffn_fail(stage_ffn_t *ffn, bool keep);
 /* Ordered end: the scheduler finishes what it took, takes nothing new, and leaves. */
 xp_status_t stage_ffn_shutdown(stage_ffn_t *ffn);
 
@@ -152,7 +172,8 @@ typedef struct stage_client_config {
     uint32_t rank;
     stage_path_t path;
     const transport_cuda_life_t *life;
-    uint64_t limit_ns;    /* of one wait */
+    uint64_t limit_ns;    /* of one wait, but for pauses */
+    uint64_t pause_ns;    /* of one pause */
     uint64_t call_bytes;  /* rows that one launch puts, waits for and takes; 0: the default */
     uint32_t marked_rows; /* as the FfnAgents' */
 } stage_client_config_t;
@@ -182,6 +203,10 @@ xp_status_t stage_client_call(stage_client_t *client, uint32_t layer, cuda_addre
                               cuda_stream_t stream);
 xp_status_t stage_client_finish(stage_client_t *client, uint64_t deadline_ns);
 xp_status_t stage_client_close(stage_client_t *client, xp_status_t reason);
+/* As transport_cuda_client_pause() and _end(). In a pause the next Generation's agents take over.
+ */
+void stage_client_pause(stage_client_t *client, bool paused);
+void stage_client_end(stage_client_t *client, xp_status_t reason);
 /* Copies the client's state into pinned host memory, in the order of `stream`. */
 xp_status_t stage_client_state_copy(const stage_client_t *client, transport_device_state_t *to,
                                     cuda_stream_t stream);

@@ -26,8 +26,8 @@ struct transport_cuda_client {
     transport_control_t control;
     cuda_block_t arena;
     cuda_address_t memory; /* state and live record; ours alone */
-    cuda_address_t life_word;
-    uint64_t limit_ns;
+    uint32_t *notice;      /* pinned */
+    transport_patience_t patience;
     xp_status_t ended; /* not XP_OK: for good */
 };
 
@@ -50,10 +50,20 @@ static xp_status_t client_start(transport_cuda_client_t *client)
     return transport_control_wait(&client->control, xp_monotonic_ns() + CLIENT_START_NS);
 }
 
+static xp_status_t client_make_notice(transport_cuda_client_t *client)
+{
+    void *memory;
+    XP_TRY(cuda_host_alloc(client->device, MAILBOX_LINE, &memory));
+    memset(memory, 0, MAILBOX_LINE);
+    client->notice = memory;
+    return CUDA_CALL(client->device->driver, cuMemHostGetDevicePointer, &client->patience.notice,
+                     memory, 0);
+}
+
 xp_status_t transport_cuda_client_create(const cuda_device_t *device,
                                          const transport_geometry_t *geometry,
                                          const transport_cuda_life_t *life, uint64_t limit_ns,
-                                         transport_cuda_client_t **client_out)
+                                         uint64_t pause_ns, transport_cuda_client_t **client_out)
 {
     XP_TRY(transport_cuda_geometry_check(geometry, XP_INVALID));
     transport_cuda_client_t *client = calloc(1, sizeof(*client));
@@ -61,9 +71,10 @@ xp_status_t transport_cuda_client_create(const cuda_device_t *device,
         return xp_fail(XP_NO_MEMORY, "no memory for a Transport client");
     client->device = device;
     client->geometry = *geometry;
-    client->life_word = transport_cuda_life_word(life);
-    client->limit_ns =
-        limit_ns < TRANSPORT_CUDA_WAIT_MAX_NS ? limit_ns : TRANSPORT_CUDA_WAIT_MAX_NS;
+    client->patience = (transport_patience_t){
+        .life = transport_cuda_life_word(life),
+        .limit_ns = limit_ns < TRANSPORT_WAIT_MAX_NS ? limit_ns : TRANSPORT_WAIT_MAX_NS,
+        .pause_ns = pause_ns < TRANSPORT_WAIT_MAX_NS ? pause_ns : TRANSPORT_WAIT_MAX_NS};
 
     xp_status_t status;
     XP_TRY_GOTO(status, fail, transport_control_init(device, &client->control));
@@ -72,6 +83,7 @@ xp_status_t transport_cuda_client_create(const cuda_device_t *device,
         cuda_block_create(device, transport_cuda_arena_bytes(device, geometry), &client->arena));
     XP_TRY_GOTO(status, fail,
                 CUDA_CALL(device->driver, cuMemAlloc, &client->memory, CLIENT_PRIVATE));
+    XP_TRY_GOTO(status, fail, client_make_notice(client));
     XP_TRY_GOTO(status, fail, client_start(client));
     *client_out = client;
     return XP_OK;
@@ -90,6 +102,7 @@ void transport_cuda_client_destroy(transport_cuda_client_t *client)
             (void)transport_control_wait(&client->control, xp_monotonic_ns() + CLIENT_CLOSE_NS);
         CUDA_IGNORE(client->device->driver, cuMemFree, client->memory);
     }
+    cuda_host_free(client->device, client->notice);
     cuda_block_destroy(&client->arena);
     transport_control_fini(&client->control);
     free(client);
@@ -102,10 +115,8 @@ xp_status_t transport_cuda_client_export(const transport_cuda_client_t *client, 
 
 transport_cuda_parts_t transport_cuda_client_parts(const transport_cuda_client_t *client)
 {
-    return (transport_cuda_parts_t){.arena = client->arena.address,
-                                    .state = client->memory,
-                                    .life_word = client->life_word,
-                                    .limit_ns = client->limit_ns};
+    return (transport_cuda_parts_t){
+        .arena = client->arena.address, .state = client->memory, .patience = client->patience};
 }
 
 cuda_address_t transport_cuda_client_live(const transport_cuda_client_t *client)
@@ -217,8 +228,7 @@ xp_status_t transport_cuda_client_put(transport_cuda_client_t *client, uint32_t 
 xp_status_t transport_cuda_client_wait(transport_cuda_client_t *client, cuda_stream_t stream)
 {
     XP_TRY(client_check_open(client));
-    void *parameters[] = {&client->arena.address, &client->memory, &client->life_word,
-                          &client->limit_ns};
+    void *parameters[] = {&client->arena.address, &client->memory, &client->patience};
     return cuda_launch(client->device, client->control.kernels[TRANSPORT_KERNEL_WAIT], 1, 1, stream,
                        parameters);
 }
@@ -271,8 +281,7 @@ xp_status_t transport_cuda_client_call(transport_cuda_client_t *client, uint32_t
                           &row_bytes,
                           &input_offset,
                           &output_offset,
-                          &client->life_word,
-                          &client->limit_ns};
+                          &client->patience};
     return client_launch(client, TRANSPORT_KERNEL_CALL, captured * row_bytes, stream, parameters);
 }
 
@@ -302,9 +311,15 @@ xp_status_t transport_cuda_client_finish(transport_cuda_client_t *client, uint64
     client->ended = status;
     switch (status) {
     case XP_TIMEOUT:
+        if (transport_notice_paused(*client->notice))
+            return xp_fail(status,
+                           "no next Generation answered request %llu (deadlines.reform; a request "
+                           "waits for %llu s at most)",
+                           (unsigned long long)state.sequence,
+                           (unsigned long long)(client->patience.pause_ns / XP_NS_PER_S));
         return xp_fail(status, "no answer from the FFN tier to request %llu within %llu ms",
                        (unsigned long long)state.sequence,
-                       (unsigned long long)(client->limit_ns / XP_NS_PER_MS));
+                       (unsigned long long)(client->patience.limit_ns / XP_NS_PER_MS));
     case XP_CANCELLED:
         return xp_fail(status, "the life word of this process says that it is at its end");
     case XP_CLOSED:
@@ -315,6 +330,23 @@ xp_status_t transport_cuda_client_finish(transport_cuda_client_t *client, uint64
         return xp_fail(status, "Transport request %llu ended with: %s",
                        (unsigned long long)state.sequence, xp_status_name(status));
     }
+}
+
+void transport_cuda_client_pause(transport_cuda_client_t *client, bool paused)
+{
+    uint32_t notice = PROTOCOL_LOAD_RELAXED(client->notice);
+    /* Only an end that comes meanwhile makes this fail, and that one stays. */
+    if (!transport_notice_end(notice) && transport_notice_paused(notice) != paused)
+        (void)PROTOCOL_CAS(client->notice, &notice, notice + 1);
+}
+
+void transport_cuda_client_end(transport_cuda_client_t *client, xp_status_t reason)
+{
+    uint32_t notice = PROTOCOL_LOAD_RELAXED(client->notice);
+    /* Again when a pause has begun or ended meanwhile. */
+    while (!transport_notice_end(notice) &&
+           !PROTOCOL_CAS(client->notice, &notice, TRANSPORT_NOTICE_END | (uint32_t)reason))
+        ;
 }
 
 xp_status_t transport_cuda_client_close(transport_cuda_client_t *client, xp_status_t reason)

@@ -38,6 +38,39 @@ typedef struct transport_device_state {
     uint64_t wait_ns; /* in waits */
 } transport_device_state_t;
 
+/* ---- notice: what the Instance's own host tells its waits
+ *
+ * One word an Instance Rank, in host memory that the device maps, so that it reaches a wait however
+ * many launches are queued behind it. Its host alone writes it. Between two Generations nobody
+ * answers, and requests stay open: the word is odd while such a pause lasts. It counts up, so that
+ * a wait sees a pause that was over between two of its looks. The end is for good, and no pause.
+ * The word says nothing of answers: whoever answers, and when, is in the arena.
+ */
+#define TRANSPORT_NOTICE_END (1u << 31) /* with it: the xp_status_t of the end */
+
+PROTOCOL_FUNCTION int transport_notice_paused(uint32_t notice)
+{
+    return !(notice & TRANSPORT_NOTICE_END) && (notice & 1u);
+}
+/* 0, or why it is the end. */
+PROTOCOL_FUNCTION uint32_t transport_notice_end(uint32_t notice)
+{
+    const uint32_t reason = notice & ~TRANSPORT_NOTICE_END;
+    if (!(notice & TRANSPORT_NOTICE_END))
+        return 0;
+    return reason && reason < XP_STATUS_COUNT ? reason : (uint32_t)XP_PEER;
+}
+
+/* A wait is never longer than this, pauses included: below the watchdogs of engines. */
+#define TRANSPORT_WAIT_MAX_NS 240000000000ull
+
+/* How long a wait lasts at most; an argument of its launch. */
+typedef struct transport_patience {
+    uint64_t life, notice; /* addresses of the words */
+    uint64_t limit_ns;     /* outside of pauses */
+    uint64_t pause_ns;     /* of one pause */
+} transport_patience_t;
+
 /* What differs from replay to replay of a captured graph; written by the host before each. */
 typedef struct transport_live {
     uint32_t rows; /* at most the captured rows; the rest is padding and never travels */
@@ -110,15 +143,42 @@ PROTOCOL_FUNCTION int transport_device_wait_begin(transport_device_state_t *stat
     return state->status != XP_OK;
 }
 
-/* Between looks, every LIFE_LOOK_NS: the own process's end and the limit. Returns 1 when over. */
-PROTOCOL_FUNCTION int transport_device_wait_life(const uint32_t *life,
-                                                 transport_device_state_t *state,
-                                                 uint64_t waited_ns, uint64_t limit_ns)
+/* How long a wait has been going on, and under which notice. */
+typedef struct transport_clock {
+    uint64_t begin_ns; /* of the wait */
+    uint64_t since_ns; /* of the limit that holds now */
+    uint32_t seen;     /* the notice, once looked at */
+    uint32_t looked;
+} transport_clock_t;
+
+PROTOCOL_FUNCTION void transport_device_wait_start(transport_clock_t *clock, uint64_t now_ns)
 {
-    uint32_t end = life_word_look(life);
+    clock->begin_ns = clock->since_ns = now_ns;
+    clock->seen = clock->looked = 0;
+}
+
+/* Between looks, every LIFE_LOOK_NS: the own process's end and the limits. Returns 1 when over.
+ * In a pause, and again after it, the time counts from its begin; what began before the wait's
+ * first look here counts from the wait's begin. acquire: pairs with the host's release in
+ * transport_cuda_client_pause and _end. */
+PROTOCOL_FUNCTION int transport_device_wait_life(const transport_patience_t *patience,
+                                                 transport_device_state_t *state,
+                                                 transport_clock_t *clock, uint64_t now_ns)
+{
+    const uint32_t end = life_word_look((const uint32_t *)(uintptr_t)patience->life);
+    const uint32_t notice = PROTOCOL_LOAD_ACQUIRE((const uint32_t *)(uintptr_t)patience->notice);
+    if (clock->looked && notice != clock->seen)
+        clock->since_ns = now_ns;
+    clock->seen = notice;
+    clock->looked = 1;
+    const uint64_t limit_ns =
+        transport_notice_paused(notice) ? patience->pause_ns : patience->limit_ns;
     if (end)
         state->status = XP_CANCELLED;
-    else if (waited_ns >= limit_ns)
+    else if (transport_notice_end(notice))
+        state->status = transport_notice_end(notice);
+    else if (now_ns - clock->since_ns >= limit_ns ||
+             now_ns - clock->begin_ns >= TRANSPORT_WAIT_MAX_NS)
         state->status = XP_TIMEOUT;
     return state->status != XP_OK;
 }

@@ -24,12 +24,14 @@ extern "C" __global__ void transport_put(mailbox_arena_t *arena, transport_devic
 
 // By one thread, on a copy of the state.
 static __device__ void wait_by_looking(const mailbox_arena_t *arena, transport_device_state_t *state,
-                                       const uint32_t *life, uint64_t limit_ns)
+                                       const transport_patience_t &patience)
 {
     if (transport_device_wait_begin(state))
         return;
     const uint64_t start = transport_clock_ns();
     uint64_t next = start + LIFE_LOOK_NS, now = start;
+    transport_clock_t clock;
+    transport_device_wait_start(&clock, start);
     for (;;) {
         state->looks++;
         if (transport_device_wait_look(arena, state))
@@ -38,20 +40,20 @@ static __device__ void wait_by_looking(const mailbox_arena_t *arena, transport_d
         if (now < next)
             continue;
         next = now + LIFE_LOOK_NS;
-        if (transport_device_wait_life(life, state, now - start, limit_ns))
+        if (transport_device_wait_life(&patience, state, &clock, now))
             break;
     }
     state->wait_ns += now - start;
 }
 
 extern "C" __global__ void transport_wait(mailbox_arena_t *arena, transport_device_state_t *state,
-                                          const uint32_t *life, uint64_t limit_ns)
+                                          const __grid_constant__ transport_patience_t patience)
 {
     if (threadIdx.x != 0)
         return;
     // Counted in registers; the state is written once, at the end.
     transport_device_state_t local = *state;
-    wait_by_looking(arena, &local, life, limit_ns);
+    wait_by_looking(arena, &local, patience);
     *state = local;
 }
 
@@ -77,8 +79,8 @@ extern "C" __global__ void transport_call(mailbox_arena_t *arena, transport_devi
                                           const transport_live_t *live, uint32_t layer,
                                           uint32_t captured, const void *input, void *output,
                                           uint64_t row_bytes, uint64_t input_offset,
-                                          uint64_t output_offset, const uint32_t *life,
-                                          uint64_t limit_ns)
+                                          uint64_t output_offset,
+                                          const __grid_constant__ transport_patience_t patience)
 {
     __shared__ uint32_t answered, rows;
     // State, live rows and each thread's first 16 bytes are loaded at once, before it is known whether
@@ -104,7 +106,7 @@ extern "C" __global__ void transport_call(mailbox_arena_t *arena, transport_devi
     __syncthreads();
     if (threadIdx.x == 0) {
         transport_device_put(arena, &local, live, layer, captured);
-        wait_by_looking(arena, &local, life, limit_ns);
+        wait_by_looking(arena, &local, patience);
         answered = transport_device_take_allowed(&local);
         rows = local.rows;
     }

@@ -25,6 +25,8 @@ struct transport_cuda_server {
     bool launched;
     cuda_block_t arenas[TRANSPORT_RESIDENT_SLOTS]; /* all zero: free */
     uint32_t turns[TRANSPORT_RESIDENT_SLOTS];      /* of the last order to each slot */
+    uint64_t answered[TRANSPORT_RESIDENT_SLOTS];   /* in the arena, as it was attached */
+    bool open[TRANSPORT_RESIDENT_SLOTS];           /* a request after that */
 };
 
 static cuda_address_t server_slot(const transport_cuda_server_t *server, uint32_t slot)
@@ -139,6 +141,8 @@ xp_status_t transport_cuda_server_attach(transport_cuda_server_t *server, int ar
                 transport_control_read(&server->control, arena.address, sizeof(header), deadline_ns,
                                        &header));
     XP_TRY_GOTO(status, fail, transport_cuda_header_check(&header, expected));
+    server->answered[slot] = header.response.sequence;
+    server->open[slot] = header.request.sequence != header.response.sequence;
     cuda_address_t at = server_slot(server, slot);
     transport_slot_t description = {
         .wanted = transport_slot_word(++server->turns[slot], TRANSPORT_SLOT_ATTACHED),
@@ -211,6 +215,8 @@ xp_status_t transport_cuda_server_report(transport_cuda_server_t *server, uint32
         .reason = seen.reason < XP_STATUS_COUNT ? (xp_status_t)seen.reason : XP_PEER,
         .requests = seen.requests,
         .rows = seen.total_rows,
+        .found_answered = server->answered[slot],
+        .found_open = server->open[slot],
     };
     return XP_OK;
 }

@@ -19,9 +19,6 @@
 #include "transport/cuda_device.h"
 #include "transport/transport.h"
 
-/* A wait is never longer than this, whatever the limit says: below the watchdogs of engines. */
-#define TRANSPORT_CUDA_WAIT_MAX_NS (240 * XP_NS_PER_S)
-
 /* The page of life words as kernels see it, and this process's word. One a process; all zero =
  * none. */
 typedef struct transport_cuda_life {
@@ -53,11 +50,12 @@ uint64_t transport_cuda_partial_bytes(const transport_geometry_t *geometry);
 /* ---- Instance side: one thread at a time ------------------------------------------------ */
 typedef struct transport_cuda_client transport_cuda_client_t;
 
-/* limit_ns: of one wait. dtype BF16 or F16. */
+/* limit_ns: of one wait, but for pauses; pause_ns: of one pause. Pauses included, no wait is longer
+ * than TRANSPORT_WAIT_MAX_NS. dtype BF16 or F16. */
 xp_status_t transport_cuda_client_create(const cuda_device_t *device,
                                          const transport_geometry_t *geometry,
                                          const transport_cuda_life_t *life, uint64_t limit_ns,
-                                         transport_cuda_client_t **client_out);
+                                         uint64_t pause_ns, transport_cuda_client_t **client_out);
 /* Closes the arena first. The caller's streams must be idle. Accepts NULL. */
 void transport_cuda_client_destroy(transport_cuda_client_t *client);
 /* A descriptor of the arena, the caller's. */
@@ -94,10 +92,16 @@ xp_status_t transport_cuda_client_state(transport_cuda_client_t *client, uint64_
 /* Terminal, also while a wait of ours spins. */
 xp_status_t transport_cuda_client_close(transport_cuda_client_t *client, xp_status_t reason);
 
+/* Not only by the thread that uses the client: no launch, no call on the driver. A pause begins or
+ * ends (by one thread): nobody answers, and waits go on for pause_ns. The end is for good: waits
+ * return with `reason` (not XP_OK), also while nothing can be launched; the first one stays. */
+void transport_cuda_client_pause(transport_cuda_client_t *client, bool paused);
+void transport_cuda_client_end(transport_cuda_client_t *client, xp_status_t reason);
+
 /* For module stage, whose launches take the place of put, wait and take on the same arena. */
 typedef struct transport_cuda_parts {
-    cuda_address_t arena, state, life_word;
-    uint64_t limit_ns;
+    cuda_address_t arena, state;
+    transport_patience_t patience;
 } transport_cuda_parts_t;
 transport_cuda_parts_t transport_cuda_client_parts(const transport_cuda_client_t *client);
 /* The checks that put and take make; input and output may be NULL. */
@@ -137,6 +141,9 @@ typedef struct transport_cuda_report {
     uint32_t now;       /* transport_slot_state_t */
     xp_status_t reason; /* when dropped */
     uint64_t requests, rows;
+    /* As it was attached: the last answer in the arena, and whether a request was open then. */
+    uint64_t found_answered;
+    bool found_open;
 } transport_cuda_report_t;
 xp_status_t transport_cuda_server_report(transport_cuda_server_t *server, uint32_t slot,
                                          uint64_t deadline_ns, transport_cuda_report_t *report_out);

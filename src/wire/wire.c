@@ -352,7 +352,9 @@ const char *wire_body_name(pb_size_t which_body)
                                         [xpw_Envelope_plane_stats_tag] = "PlaneStats",
                                         [xpw_Envelope_expert_usage_tag] = "ExpertUsage",
                                         [xpw_Envelope_kept_weights_tag] = "KeptWeights",
-                                        [xpw_Envelope_fabric_id_tag] = "FabricId"};
+                                        [xpw_Envelope_fabric_id_tag] = "FabricId",
+                                        [xpw_Envelope_pause_tag] = "Pause",
+                                        [xpw_Envelope_kept_stage_tag] = "KeptStage"};
     bool known = which_body < sizeof(names) / sizeof(names[0]) && names[which_body];
     return known ? names[which_body] : "unknown message";
 }

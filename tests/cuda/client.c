@@ -152,8 +152,9 @@ static client_times_t self_round_trips(self_t *self, uint32_t count)
     uint64_t input = transport_arena_input_offset(&self->setup.geometry);
     uint64_t output = transport_arena_output_offset(&self->setup.geometry);
     cuda_address_t live = transport_cuda_client_live(self->client), state = live - 256;
-    cuda_address_t life = transport_cuda_life_word(&self->life);
+    transport_patience_t patience = transport_cuda_client_parts(self->client).patience;
     cuda_block_t arena;
+    patience.limit_ns = 10 * XP_NS_PER_S;
     int fd;
     CHECK_OK(transport_cuda_client_export(self->client, &fd));
     CHECK_OK(cuda_block_import(&self->kit.device, fd,
@@ -162,8 +163,8 @@ static client_times_t self_round_trips(self_t *self, uint32_t count)
     close(fd);
     kit_write(&self->kit, self->wrong, &zero, 4);
     self_live(self, self->setup.rows);
-    void *parameters[] = {&arena.address, &state, &live,          &count, &row_bytes,  &input,
-                          &output,        &life,  &self->samples, &limit, &self->wrong};
+    void *parameters[] = {&arena.address, &state,    &live,          &count, &row_bytes,  &input,
+                          &output,        &patience, &self->samples, &limit, &self->wrong};
     CHECK_OK(cuda_launch(&self->kit.device, self->kit.kernels[KIT_ROUND_TRIPS], 1, 256,
                          self->kit.stream, parameters));
     client_times_t times = self_kernel_samples(self, count);
@@ -243,7 +244,7 @@ static void self_open(self_t *self, char **argv, int board_fd)
     CHECK_OK(cuda_event_create(&self->kit.device, true, &self->start));
     CHECK_OK(cuda_event_create(&self->kit.device, true, &self->end));
     CHECK_OK(transport_cuda_client_create(&self->kit.device, geometry, &self->life,
-                                          self->setup.limit_ns, &self->client));
+                                          self->setup.limit_ns, 0, &self->client));
     CHECK_OK(cuda_capture_begin(&self->kit.device, self->kit.stream));
     self_layers(self, CLIENT_LAYERS);
     CHECK_OK(cuda_capture_end(&self->kit.device, self->kit.stream, &self->graph));

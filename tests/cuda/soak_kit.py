@@ -229,6 +229,7 @@ class Scene:
         self.atn, self.ffn, self.provider, self.dummy = ["cuda:0"], ["cuda:1"], "auto", False
         self.memory, self.decode_rows, self.prefill_rows, self.calls = "16GiB", 32, 200, 48
         self.check, self.environment, self.counted = True, {}, None
+        self.reform, self.shared = 0, False  # seconds for the next Generation; one GPU with both roles
         for name, value in options.items():
             assert hasattr(self, name), name
             setattr(self, name, value)
@@ -244,9 +245,10 @@ class Scene:
             "deadlines.registration = 30",
             "deadlines.startup = 60",
             "deadlines.submission = 10",
-            "deadlines.reform = 0",  # an agent's death is the end; tests/cuda/roles.py has the other case
+            f"deadlines.reform = {self.reform}",  # 0: an agent's death is the end
+            f"devices.allow_shared_roles = {str(self.shared).lower()}",
         ]
-        lines += [f"devices.'{name}'.memory = '{self.memory}'" for name in self.atn + self.ffn]
+        lines += [f"devices.'{name}'.memory = '{self.memory}'" for name in dict.fromkeys(self.atn + self.ffn)]
         if self.atn[0].startswith("cpu"):
             lines += [f"devices.'{name}'.threads = 1" for name in self.atn + self.ffn]
         for name, path in self.models.items():
@@ -312,10 +314,7 @@ class System:
         """Everything at once; the seconds until every Instance serves."""
         began = time.monotonic()
         self.spawn("daemon", [self.xpool, "daemon", "serve", "--config", self.config])
-        for kind, devices in (("atnagent", self.scene.atn), ("ffnagent", self.scene.ffn)):
-            for device in devices:
-                words = [self.xpool, kind, "--device", device, "--config", self.config]
-                self.spawn(f"{kind} {device}", words, self.scene.counted)
+        self.start_agents()
         for model in self.scene.models:
             self.instance(model, order, order_rows)
         self.until(
@@ -323,6 +322,12 @@ class System:
             "all Instances", START_LIMIT_S, list(self.processes),
         )  # fmt: skip
         return time.monotonic() - began
+
+    def start_agents(self):
+        for kind, devices in (("atnagent", self.scene.atn), ("ffnagent", self.scene.ffn)):
+            for device in devices:
+                words = [self.xpool, kind, "--device", device, "--config", self.config]
+                self.spawn(f"{kind} {device}", words, self.scene.counted)
 
     def until(self, condition, what, seconds, alive=()):
         limit = time.monotonic() + seconds

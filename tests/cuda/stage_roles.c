@@ -505,22 +505,14 @@ static answer_t self_trips(self_t *self, uint32_t rows, uint32_t count, bool spl
     uint64_t stride = transport_cuda_partial_bytes(&self->geometry) / sizeof(float);
     cuda_address_t live = stage_client_live(self->client), sums = split ? self->role.wrong + 64 : 0;
     CHECK_OK(stage_client_describe(self->client, 0, rows, &put, &direct, &parts));
+    parts.patience.limit_ns = 10 * XP_NS_PER_S;
     self_live(self, rows);
     role_wait(&self->role, self->role.stream, 10);
     role_zero(&self->role, self->role.wrong, 4);
-    void *parameters[] = {&put,
-                          &parts.arena,
-                          &parts.state,
-                          &live,
-                          &direct,
-                          &self->members,
-                          &stride,
-                          &count,
-                          &parts.life_word,
-                          &self->role.samples,
-                          &kept,
-                          &self->role.wrong,
-                          &sums};
+    void *parameters[] = {
+        &put,           &parts.arena,      &parts.state, &live,           &direct,
+        &self->members, &stride,           &count,       &parts.patience, &self->role.samples,
+        &kept,          &self->role.wrong, &sums};
     CHECK_OK(cuda_launch(&self->role.device, self->role.kernels[TEST_ROUND_TRIPS], 1,
                          rows <= 2 ? 256 : 512, self->role.stream, parameters));
     role_wait(&self->role, self->role.stream, 60);

@@ -15,7 +15,8 @@ extern "C" __global__ void
 stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t *arena,
                        transport_device_state_t *state, const transport_live_t *live,
                        uint32_t direct, uint32_t members, uint64_t partial_stride, uint32_t count,
-                       const uint32_t *life, uint32_t *samples_ns, uint32_t sample_limit,
+                       const __grid_constant__ transport_patience_t patience,
+                       uint32_t *samples_ns, uint32_t sample_limit,
                        uint32_t *wrong, uint64_t *split)
 {
     __shared__ uint32_t over;
@@ -54,6 +55,8 @@ stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t 
                 if (split)
                     published = transport_clock_ns();
                 uint64_t next = start + LIFE_LOOK_NS;
+                transport_clock_t clock;
+                transport_device_wait_start(&clock, start);
                 while (!transport_device_wait_begin(&copy)) {
                     if (stage_device_wait_answer(arena, &copy, direct, &missing))
                         break;
@@ -65,7 +68,7 @@ stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t 
                     if (now < next)
                         continue;
                     next = now + LIFE_LOOK_NS;
-                    if (transport_device_wait_life(life, &copy, now - start, 10000000000ull))
+                    if (transport_device_wait_life(&patience, &copy, &clock, now))
                         break;
                 }
                 over = copy.status;

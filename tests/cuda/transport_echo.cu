@@ -114,7 +114,8 @@ extern "C" __global__ void test_nonsense(mailbox_arena_t *arena, transport_devic
 extern "C" __global__ void test_round_trips(mailbox_arena_t *arena, transport_device_state_t *state,
                                             const transport_live_t *live, uint32_t count,
                                             uint64_t row_bytes, uint64_t input_offset,
-                                            uint64_t output_offset, const uint32_t *life,
+                                            uint64_t output_offset,
+                                            const __grid_constant__ transport_patience_t patience,
                                             uint32_t *samples_ns, uint32_t sample_limit,
                                             uint32_t *wrong)
 {
@@ -132,12 +133,14 @@ extern "C" __global__ void test_round_trips(mailbox_arena_t *arena, transport_de
         if (thread == 0) {
             transport_device_put(arena, state, live, layer, live->rows);
             uint64_t next = start + LIFE_LOOK_NS;
+            transport_clock_t clock;
+            transport_device_wait_start(&clock, start);
             while (!transport_device_wait_look(arena, state)) {
                 const uint64_t now = transport_clock_ns();
                 if (now < next)
                     continue;
                 next = now + LIFE_LOOK_NS;
-                if (transport_device_wait_life(life, state, now - start, 10000000000ull))
+                if (transport_device_wait_life(&patience, state, &clock, now))
                     break;
             }
             over = state->status;

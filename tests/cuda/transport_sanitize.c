@@ -101,7 +101,8 @@ int main(void)
     kit_open(&kit, 1 << 20);
     CHECK_OK(transport_life_make(&life_fd));
     CHECK_OK(transport_cuda_life_open(&kit.device, life_fd, 1, &life));
-    CHECK_OK(transport_cuda_client_create(&kit.device, &geometry, &life, 2 * XP_NS_PER_S, &client));
+    CHECK_OK(
+        transport_cuda_client_create(&kit.device, &geometry, &life, 2 * XP_NS_PER_S, 0, &client));
     CHECK_OK(transport_cuda_client_export(client, &fd));
     CHECK_OK(cuda_block_import(&kit.device, fd, transport_cuda_arena_bytes(&kit.device, &geometry),
                                &arena));

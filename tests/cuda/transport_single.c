@@ -32,8 +32,8 @@ static void pair_make_limit(pair_t *pair, uint32_t hidden, uint32_t max_rows, ui
     memset(pair, 0, sizeof(*pair));
     pair->geometry = (transport_geometry_t){
         .hidden = hidden, .max_rows = max_rows, .dtype = XP_DTYPE_BF16, .dp_size = 1};
-    CHECK_OK(
-        transport_cuda_client_create(&kit.device, &pair->geometry, &life, limit_ns, &pair->client));
+    CHECK_OK(transport_cuda_client_create(&kit.device, &pair->geometry, &life, limit_ns, 0,
+                                          &pair->client));
     CHECK_OK(transport_cuda_client_export(pair->client, &fd));
     CHECK_OK(agent_attach(&agent, fd, &pair->geometry, LIFE_CLIENT, &pair->slot));
     close(fd);

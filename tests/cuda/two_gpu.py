@@ -3,7 +3,7 @@
 """Whole models on two GPUs: transformers' own models, with every layer's `.mlp` replaced by the shim, give
 the same 64 greedy tokens as the unmodified ones.
 
-    tests/cuda/two_gpu.py --build BUILD [--scene NAME ...] [--out FOLDER] [--rehearse]
+    tests/cuda/two_gpu.py --build BUILD [--scene NAME ...] [--models NAME,...] [--out FOLDER] [--rehearse]
 
 For each scene a daemon and its agents are started, and four Instances at once, each a process of its own
 under `xpool exec`: Qwen3 (seeded), Qwen3-MoE, DeepSeek-V2 and GLM (the small trained models of this
@@ -18,12 +18,17 @@ tokens say something.
              expert
     relay    as one, rows by way of the AtnAgent
     kill     as one; one Instance is killed in the middle, the others go on unharmed
-    reform   as one; before the run the FfnAgent is killed. Agents and Instances end, the new FfnAgent takes the
-             weights over without reading, and the new Instances give the same tokens. Printed: how long until all
-             had ended, until the Fabric executed again, and what was adopted and read
+    reform   as one; while all four decode, eagerly and then by replaying graphs, the FfnAgent gets SIGKILL, and
+             then the AtnAgent. Agents are started again, the weights taken over without reading. The Instances
+             stay the processes they were, their requests open, and give the same tokens. Printed: how long each
+             Instance's decoding paused, until the Fabric executed again, and what was adopted and read
+    reform-relay  the same, rows by way of the AtnAgent
+    reform-shared the same, both roles on cuda:0 under MPS
+    reform-anew   with fabric.keep_requests = false: the FfnAgent is killed before the run, Instances end and are
+             started anew
     nvshmem, nvshmem-mesh (two of each role, shared GPUs), nvshmem-far: over NVSHMEM; run only when they are named
 
-`--rehearse` runs the scenes `one` and `reform` on CPU devices, where Instances stay, without graphs: it tries everything of this script but
+`--rehearse` runs the scenes `one` and `reform` on CPU devices, without graphs: it tries everything of this script but
 the GPU. What the interpreter needs: torch, transformers, cffi. Exit code 77: no GPUs here.
 """
 
@@ -57,6 +62,9 @@ SCENES = {
     "relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay"),
     "kill": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, kill="qwen3"),
     "reform": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120),
+    "reform-relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120, provider="p2p-relay"),
+    "reform-shared": dict(atn=["cuda:0"], ffn=["cuda:0"], tp=1, reform=120, shared=True),
+    "reform-anew": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120, anew=True),
 }
 # By name only: they need the plug-in and the wheel of NVSHMEM.
 HEAP_SCENES = {
@@ -317,13 +325,30 @@ def instance(arguments):
             raise SystemExit("told to end" if told else "the other Instances did not come")
         time.sleep(0.005)
 
+    at = folder / f"{arguments.instance}.at"
+    told_at = [time.monotonic()]
+    longest = [0.0]
+
     def after(step):
         if step == arguments.tokens // 2:
             (folder / f"{arguments.instance}.half").touch()
+        if arguments.kills:
+            if ordinal is not None:
+                torch.cuda.synchronize()
+            now = time.monotonic()
+            longest[0], told_at[0] = max(longest[0], now - told_at[0]), now
+            at.with_suffix(".new").write_text(f"{mode} {repeat} {step}")
+            at.with_suffix(".new").rename(at)
 
     modes = ("eager",) if ordinal is None else ("eager", "graph")
     for mode in modes:
-        for repeat in range(arguments.repeats):
+        told_at[0], longest[0] = time.monotonic(), 0.0
+        limit, repeat = time.monotonic() + WAIT_S, -1
+        # With kills, until the script has done all of them in this mode.
+        while repeat + 1 < arguments.repeats or (arguments.kills and not (folder / f"{mode}.done").exists()):
+            repeat += 1
+            if time.monotonic() > limit or told:
+                raise SystemExit("told to end" if told else f"no end of {mode} within {WAIT_S} s")
             began = time.monotonic()
             got, _, _ = generator.run(graphs=mode == "graph", after=after)
             took = time.monotonic() - began
@@ -334,6 +359,8 @@ def instance(arguments):
             seen = result["modes"].setdefault(mode, {"runs": 0, "wrong_tokens": 0, "seconds": took})
             seen["runs"] += 1
             seen["wrong_tokens"] += wrong
+            seen["longest_step_s"] = longest[0]
+            told_at[0] = time.monotonic()
             if wrong and "first" not in seen:
                 at = (got != wanted).any(0).nonzero()[0].item()
                 seen["first"] = {"step": at, "wanted": wanted[:, at].tolist(), "got": got[:, at].tolist()}
@@ -370,6 +397,7 @@ def write_config(scene, folder, models):
         f"devices.allow_shared_roles = {str(scene.get('shared', False)).lower()}",
         "deadlines.registration = 60",
         f"deadlines.reform = {scene.get('reform', 0)}",
+        f"fabric.keep_requests = {str(not scene.get('anew', False)).lower()}",
     ]
     if kind == "cpu":
         lines += [f"devices.'{name}'.memory = '512MiB'" for name in scene["atn"] + scene["ffn"]]
@@ -478,11 +506,78 @@ def replace_agents(system, scene, models, start_model, result):
         start_model(model)
 
 
+def progress(system, model):
+    """(mode, run, step) that the Instance has told last."""
+    try:
+        mode, run, step = (system.folder / f"{model}.at").read_text().split()
+    except FileNotFoundError:
+        return ("", -1, -1)
+    return (mode, int(run), int(step))
+
+
+def kill_agents_in_runs(system, scene, models, modes, result):
+    """In each mode the FfnAgent dies while all decode, then the AtnAgent; how long each Instance paused."""
+    agents = [name for name in system.processes if "agent" in name]
+    result["kills"], result["weights"] = [], []
+    for mode in modes:
+        for victim in (f"ffnagent {scene['ffn'][0]}", f"atnagent {scene['atn'][0]}"):
+            runs = {model: progress(system, model)[1] for model in models}
+
+            def decoding():
+                at = [progress(system, model) for model in models]
+                return all(a[0] == mode and a[2] > 2 for a in at) and all(
+                    a[1] > runs[model] or runs[model] < 0 for a, model in zip(at, models)
+                )
+
+            system.wait(decoding, f"all Instances in a run of {mode}", list(models))
+            before = {model: progress(system, model) for model in models}
+            began = time.monotonic()
+            system.processes[victim].send_signal(signal.SIGKILL)
+            for name in agents:
+                system.processes[name].wait(timeout=30)
+            ended = time.monotonic() - began
+            stood = {model: progress(system, model) for model in models}
+            for name in agents:
+                kind, device = name.split()
+                system.role(name, kind, "--device", device)
+            system.wait(lambda: executable(system), "the next Generation", agents + list(models))
+            executes = time.monotonic() - began
+            went_on = {}
+
+            def all_went_on():
+                for model in models:
+                    if model not in went_on and progress(system, model) != stood[model]:
+                        went_on[model] = time.monotonic() - began
+                return len(went_on) == len(models)
+
+            system.wait(all_went_on, "every Instance's next token", agents + list(models))
+            said = (system.folder / f"ffnagent-{scene['ffn'][0].replace(':', '-')}.log").read_text(errors="replace")
+            result["weights"] += [list(map(int, pair)) for pair in re.findall(r"(\d+) bytes adopted, (\d+) read", said)]
+            result["kills"].append(
+                {
+                    "mode": mode,
+                    "victim": victim,
+                    "at": before,
+                    "agents_ended_s": ended,
+                    "executable_s": executes,
+                    "paused_s": went_on,
+                }
+            )
+            print(
+                f"{result['scene']:8} {mode:6} killed {victim} at {before}; agents gone after {ended:.2f} s, the Fabric"
+                f" executed after {executes:.2f} s, the next token came after"
+                f" {', '.join(f'{m} {s:.2f} s' for m, s in went_on.items())}",
+                flush=True,
+            )
+        (system.folder / f"{mode}.done").touch()
+
+
 def run_scene(name, scene, scratch, arguments):
     xpool = arguments.build / "bin" / "xpool"
     folder = scratch / name
     folder.mkdir()
     models = models_of(scene, scratch, xpool)
+    models = {model: path for model, path in models.items() if model in (arguments.models or model).split(",")}
     config = write_config(scene, folder, models)
     system = System(folder, config, xpool, arguments.build)
     plan = subprocess.run([str(xpool), "plan", "--config", str(config)], capture_output=True, text=True, timeout=120)
@@ -504,6 +599,7 @@ def run_scene(name, scene, scratch, arguments):
             words = ["exec", "--config", config, "--model", model, "--", sys.executable, __file__]
             words += ["--build", arguments.build, "--instance", model, "--folder", folder]
             words += ["--device", device, "--repeats", str(arguments.repeats), "--tokens", str(arguments.tokens)]
+            words += ["--kills"] if scene.get("reform") and not scene.get("anew") else []
             system.start(model, xpool, *words)
 
         def all_there():
@@ -516,9 +612,15 @@ def run_scene(name, scene, scratch, arguments):
         if scene.get("reform"):
             command = [str(xpool), "daemon", "check", "--config", str(config)]
             system.wait(lambda: not subprocess.run(command, capture_output=True, timeout=120).returncode, "READY", ["daemon"])
+        if scene.get("anew"):
             replace_agents(system, scene, models, start_model, result)
             all_there()
         (folder / "go").touch()
+        if scene.get("reform") and not scene.get("anew"):
+            processes = {model: system.processes[model].pid for model in models}
+            kill_agents_in_runs(system, scene, models, ("eager",) if device == "cpu" else ("eager", "graph"), result)
+            stayed = all(system.processes[model].pid == pid for model, pid in processes.items())
+            result["stayed"] = stayed and not any(system.processes[m].returncode for m in models)
         left = [m for m in models if m != victim]
         if victim:
             system.wait(lambda: (folder / f"{victim}.half").exists(), "the victim's half", [victim])
@@ -560,6 +662,14 @@ def report(result):
             )
     if "weights" in result:
         good = good and bool(result["weights"]) and all(a > 0 and not r for a, r in result["weights"])
+        good = good and result.get("stayed", True)
+    if "kills" in result:
+        longest = max(max(kill["paused_s"].values()) for kill in result["kills"])
+        print(
+            f"{result['scene']:8} {len(result['kills'])} agents killed while all decoded; the longest pause {longest:.2f} s;"
+            f" bytes adopted and read: {result['weights']}"
+        )
+    elif "weights" in result:
         print(
             f"{result['scene']:8} all ended {result['ended_s']:.2f} s after the FfnAgent's death; the next Generation"
             f" executed {result['executable_s']:.2f} s after its agents' start; bytes adopted and read:"
@@ -592,8 +702,14 @@ def rows_of(results_of):
         if "weights" in result:
             adopted, read = (sum(column) for column in zip(*result["weights"]))
             rows.append(results.row(f"two_gpu.{scene}.read_bytes", read, "bytes", target="0", note=f"{adopted} adopted"))
+        if "ended_s" in result:
             rows.append(results.row(f"two_gpu.{scene}.ended_s", result["ended_s"], "s"))
             rows.append(results.row(f"two_gpu.{scene}.executable_s", result["executable_s"], "s"))
+        for kill in result.get("kills", ()):
+            name = f"two_gpu.{scene}.{kill['mode']}.{kill['victim'].split()[0]}"
+            note = f"SIGKILL while four Instances decoded, which stayed; agents gone after {kill['agents_ended_s']:.2f} s"
+            rows.append(results.row(f"{name}.pause_s", max(kill["paused_s"].values()), "s", note=note))
+            rows.append(results.row(f"{name}.executable_s", kill["executable_s"], "s"))
     return rows
 
 
@@ -604,10 +720,12 @@ def main():
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--models", help="only these, with commas between")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--instance", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
+    parser.add_argument("--kills", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.build = arguments.build.resolve()
     if arguments.instance:
@@ -616,6 +734,7 @@ def main():
     scenes = {name: (SCENES | HEAP_SCENES)[name] for name in arguments.scene or SCENES}
     if arguments.rehearse:
         scenes, arguments.tokens = {"one": REHEARSAL, "reform": dict(REHEARSAL, reform=60)}, 12
+        scenes = {name: scene for name, scene in scenes.items() if name in (arguments.scene or scenes)}
     else:
         told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True, timeout=120)
         gpus = [d for d in json.loads(told.stdout)["devices"] if d["device"].startswith("cuda:")]

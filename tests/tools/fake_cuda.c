@@ -5,8 +5,15 @@
  * those by which hosts speak with each other and with the scheduler, whose answers are given at
  * once. It also stands for CUPTI: it loads the library that CUDA_INJECTION64_PATH names, and calls
  * back for what launches and reads.
+ *
+ * XPOOL_FAKE_ECHO: an Instance's calls, the scheduler and the relay are threads that do what the
+ * GPU's kernels do, over the same memory, and die with their process at whatever they are doing;
+ * the FFN is an echo, a member's part of x in layer l being (member + 1) x, and l from the first.
+ * Launches of one stream are not in order then: whoever calls waits for the answer before the next.
  */
 #include <dlfcn.h>
+#include <pthread.h>
+#include <time.h>
 
 #define FAKE_OBJECTS                   4096
 #define fake_cuModuleGetFunction       unused_cuModuleGetFunction
@@ -25,7 +32,9 @@
 #undef fake_cuInit
 #undef fake_cuDeviceGetAttribute
 
+#include "../unit/stage/host_kernels.h"
 #include "stage/courier.h"
+#include "stage/scheduler_steps.h"
 #include "stage/table.h"
 
 #define NAMES_MAX 256
@@ -52,9 +61,136 @@ static uint32_t word(const fake_launch_t *launch, int index)
 static void run_nothing(const fake_launch_t *launch)
 {
 }
+
+/* ---- echo -------------------------------------------------------------------------------------
+ */
+static bool echoes(void)
+{
+    return getenv("XPOOL_FAKE_ECHO") != NULL;
+}
+static uint64_t clock_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+/* Gives way: there are more such threads than processors. */
+static void nap(void)
+{
+    nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+}
+static void begin_thread(void *(*run)(void *context), void *context)
+{
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, run, context) == 0)
+        pthread_detach(thread);
+    else
+        abort();
+}
+
+static bool scheduler_runs, relay_runs;
+static void *scheduler_main(void *context)
+{
+    static stage_scheduler_t s;
+    stage_scheduler_begin(&s, context);
+    for (bool goes_on = true; goes_on;) {
+        uint32_t changed[STAGE_LINES / 32] = {0};
+        for (uint32_t i = 0; i < s.line_count; i++)
+            if (stage_scheduler_line_changed(&s, i))
+                changed[i / 32] |= 1u << i % 32;
+        goes_on = stage_scheduler_turn(&s, changed, stage_scheduler_lanes_ended(&s), clock_ns());
+        if (stage_scheduler_chunk(&s)) {
+            nap(); /* where it may be killed */
+            stage_job_run(&s.chunk.job, s.chunk.begin, s.chunk.end, 0, 1);
+            nap();
+            stage_scheduler_chunk_done(&s, clock_ns());
+        } else if (s.turn % STAGE_LOOK_TURNS == 0) {
+            nap();
+        }
+    }
+    __atomic_store_n(&scheduler_runs, false, __ATOMIC_RELEASE);
+    return NULL;
+}
+static const stage_relay_t *relay_context;
+static void *relay_main(void *context)
+{
+    while (!PROTOCOL_LOAD_ACQUIRE(&relay->stop)) {
+        for (uint32_t i = 0; i < relay->slots; i++)
+            host_relay_round(relay, relay_context, i);
+        nap();
+    }
+    __atomic_store_n(&relay_runs, false, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+static _Thread_local bool in_order; /* this thread is a graph's */
+static void call(const fake_launch_t *launch)
+{
+    stage_put_t put;
+    stage_take_t take;
+    transport_patience_t patience;
+    transport_clock_t clock;
+    void *pointers[5]; /* arena, state, live, input, output */
+    uint32_t direct = word(launch, 7);
+    memcpy(&put, launch->values[0], sizeof(put));
+    memcpy(&take, launch->values[1], sizeof(take));
+    memcpy(&patience, launch->values[8], sizeof(patience));
+    for (int i = 0; i < 5; i++)
+        memcpy(&pointers[i], launch->values[2 + i], sizeof(pointers[i]));
+    transport_device_state_t state = *(transport_device_state_t *)pointers[1];
+    host_put(&put, &state, pointers[2], pointers[3]);
+    uint32_t missing = direct;
+    transport_device_wait_start(&clock, clock_ns());
+    if (!transport_device_wait_begin(&state))
+        while (!stage_device_wait_look(pointers[0], &state, direct, &missing) &&
+               !transport_device_wait_life(&patience, &state, &clock, clock_ns()))
+            nap();
+    /* Who waits for the rows may call at once: the state is there before. */
+    transport_device_state_t after = state;
+    transport_device_take(&after);
+    *(transport_device_state_t *)pointers[1] = after;
+    host_take(&take, &state, pointers[4]);
+}
+static void *call_main(void *context)
+{
+    call(context);
+    free(context);
+    return NULL;
+}
+static void run_call(const fake_launch_t *launch)
+{
+    if (!echoes())
+        return;
+    if (in_order) {
+        call(launch);
+        return;
+    }
+    fake_launch_t *own = malloc(sizeof(*own));
+    *own = *launch;
+    begin_thread(call_main, own);
+}
+static void *graph_main(void *context)
+{
+    in_order = true;
+    base_cuGraphLaunch(context, NULL);
+    return NULL;
+}
+
 static void run_scheduler(const fake_launch_t *launch)
 {
     table = address(launch);
+    if (!echoes())
+        return;
+    table->dispatch = 0;
+    scheduler_runs = true;
+    begin_thread(scheduler_main, table);
+}
+static void run_relay_describe(const fake_launch_t *launch)
+{
+    stage_relay_slot_t *slot = address(launch);
+    memcpy(slot, launch->values[1], sizeof(*slot));
+    memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
+    memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
 }
 static void run_post(const fake_launch_t *launch)
 {
@@ -72,20 +208,29 @@ static void run_transport_post(const fake_launch_t *launch)
 {
     run_post(launch);
     for (uint32_t i = 0; relay && i < TRANSPORT_RESIDENT_SLOTS; i++)
-        if (address(launch) == &relay->slot[i].wanted)
+        if (address(launch) == &relay->slot[i].wanted && !echoes())
             PROTOCOL_STORE_RELEASE(&relay->slot[i].now, word(launch, 1));
 }
 static void run_slot_describe(const fake_launch_t *launch)
 {
     transport_slot_t value, *slot = address(launch);
     memcpy(&value, launch->values[1], sizeof(value));
-    memcpy(slot, &value, offsetof(transport_slot_t, pad0));
-    PROTOCOL_STORE_RELEASE(&slot->now, value.wanted);
+    slot->hidden = value.hidden;
+    memcpy(&slot->max_rows, &value.max_rows,
+           offsetof(transport_slot_t, pad0) - offsetof(transport_slot_t, max_rows));
+    PROTOCOL_STORE_RELEASE(&slot->wanted, value.wanted);
+    if (!echoes())
+        PROTOCOL_STORE_RELEASE(&slot->now, value.wanted);
 }
 static void run_relay(const fake_launch_t *launch)
 {
     relay = address(launch);
     PROTOCOL_STORE_RELEASE(&relay->running, 1u);
+    if (!echoes())
+        return;
+    memcpy(&relay_context, launch->values[2], sizeof(relay_context));
+    relay_runs = true;
+    begin_thread(relay_main, NULL);
 }
 /* XPOOL_FAKE_BUSY: a scheduler that is still executing for whoever is to be detached, and is seen
  * to have left a moment after it was shut down. */
@@ -97,7 +242,10 @@ static void run_describe(const fake_launch_t *launch)
 {
     stage_instance_t *entry = address(launch);
     memcpy(&entry->about, launch->values[1], sizeof(entry->about));
-    entry->wanted = word(launch, 2);
+    entry->reason = 0;
+    PROTOCOL_STORE_RELEASE(&entry->wanted, word(launch, 2));
+    if (echoes())
+        return;
     if (!executes() || transport_slot_state(entry->wanted) != TRANSPORT_SLOT_EMPTY)
         entry->now = entry->wanted;
 }
@@ -139,6 +287,12 @@ static const fake_kernel_t known[] = {
     {"stage_page_start", run_page_start, {8, sizeof(stage_head_t)}},
     {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
     {"stage_close", run_close, {8, 4}},
+    {"stage_call",
+     run_call,
+     {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, sizeof(transport_patience_t)}},
+    {"stage_relay_describe",
+     run_relay_describe,
+     {8, sizeof(stage_relay_slot_t), sizeof(mailbox_arena_t)}},
     {"stage_relay", run_relay, {8, 8, 8}},
     {"stage_relay_nvshmem", run_relay, {8, 8, 8}},
     {"stage_courier", run_courier, {8, 8}},
@@ -153,6 +307,10 @@ static uint32_t other_count;
 
 static bool is_busy(cuda_stream_t stream)
 {
+    if (echoes() && relay && stream == relay_stream)
+        return __atomic_load_n(&relay_runs, __ATOMIC_ACQUIRE);
+    if (echoes() && table && stream == scheduler_stream)
+        return __atomic_load_n(&scheduler_runs, __ATOMIC_ACQUIRE);
     if (relay && stream == relay_stream)
         return !PROTOCOL_LOAD_ACQUIRE(&relay->stop);
     if (courier && stream == courier_stream)
@@ -230,6 +388,10 @@ static int fake_cuInit(unsigned flags)
 static int fake_cuGraphLaunch(cuda_graph_exec_t exec, cuda_stream_t stream)
 {
     tell_profiler(3, "cuGraphLaunch");
+    if (echoes()) {
+        begin_thread(graph_main, exec);
+        return 0;
+    }
     return base_cuGraphLaunch(exec, stream);
 }
 

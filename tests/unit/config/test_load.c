@@ -510,6 +510,7 @@ static void digest_sees_every_other_setting(void **state)
         "deadlines.request=1",
         "deadlines.queue=1",
         "deadlines.reform=1",
+        "fabric.keep_requests=false",
         "deadlines.drain=1",
         "deadlines.stop=1",
         "deadlines.kv=1",

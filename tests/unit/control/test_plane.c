@@ -37,6 +37,18 @@ static int fake_mps(int argc, char **argv)
         return 1;
     if (strncmp(line, "quit", 4) == 0)
         kill(controller, SIGKILL);
+    snprintf(path, sizeof(path), "%s/client", getenv("CUDA_MPS_PIPE_DIRECTORY"));
+    FILE *client = fopen(path, "r"); /* where a test has one, it is the server's only one */
+    if (strncmp(line, "get_server_list", 15) == 0 && client)
+        printf("77\n");
+    else if (strncmp(line, "get_client_list 77", 18) == 0 && client && fgets(line, 32, client))
+        fputs(line, stdout);
+    else if (strncmp(line, "terminate_client 77 ", 20) == 0) {
+        snprintf(path, sizeof(path), "%s/terminated", getenv("CUDA_MPS_PIPE_DIRECTORY"));
+        FILE *log = fopen(path, "w");
+        fputs(line, log);
+        fclose(log);
+    }
     return 0;
 }
 
@@ -486,28 +498,34 @@ static void an_agent_that_cannot_let_go_ends_the_generation(void **state)
     assert_int_equal(wait_daemon(&f), 1);
 }
 
+/* An Instance of one rank on two FfnAgents, System Ready. */
+static void serve_directly(fixture_t *f, const char *more, rank_t *rank)
+{
+    uint64_t lease = 0;
+    start(f, "'cuda:0'", 1, more, "ffn_tp_size = 2");
+    start_rank(f, 0, rank);
+    offer_arena(f, rank, 100, XP_DTYPE_BF16);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        offer_stage(f->ffn[i], xpw_StageKind_STAGE_ROWS, 0, 200 + i);
+    executable(f);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        lease = expect_arena(f->ffn[i], 0, 100);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        attached(f->ffn[i], 0, lease, "");
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        expect_stage(rank->fd, xpw_StageKind_STAGE_ROWS, i, 200 + i);
+    expect(rank->fd, xpw_Envelope_attached_tag, 0);
+    expect(rank->fd, xpw_Envelope_initialize_tag, 0);
+    initialized(rank->fd);
+    wait_verdict(f, NULL);
+}
+
 /* More often in a row than those may fail that computed nothing. */
 static void a_generation_that_computed_something_counts_though_who_counted_it_died(void **state)
 {
     fixture_t f;
     rank_t rank;
-    uint64_t lease = 0;
-    start(&f, "'cuda:0'", 1, "", "ffn_tp_size = 2");
-    start_rank(&f, 0, &rank);
-    offer_arena(&f, &rank, 100, XP_DTYPE_BF16);
-    for (uint32_t i = 0; i < FFN_COUNT; i++)
-        offer_stage(f.ffn[i], xpw_StageKind_STAGE_ROWS, 0, 200 + i);
-    executable(&f);
-    for (uint32_t i = 0; i < FFN_COUNT; i++)
-        lease = expect_arena(f.ffn[i], 0, 100);
-    for (uint32_t i = 0; i < FFN_COUNT; i++)
-        attached(f.ffn[i], 0, lease, "");
-    for (uint32_t i = 0; i < FFN_COUNT; i++)
-        expect_stage(rank.fd, xpw_StageKind_STAGE_ROWS, i, 200 + i);
-    expect(rank.fd, xpw_Envelope_attached_tag, 0);
-    expect(rank.fd, xpw_Envelope_initialize_tag, 0);
-    initialized(rank.fd);
-    wait_verdict(&f, NULL);
+    serve_directly(&f, "fabric.keep_requests = false\n", &rank);
     for (int round = 0; round < 6; round++) {
         xpw_Envelope stats = {.which_body = xpw_Envelope_plane_stats_tag};
         stats.body.plane_stats.invocations = 1;
@@ -526,6 +544,226 @@ static void a_generation_that_computed_something_counts_though_who_counted_it_di
         join(&f);
         executable(&f);
     }
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
+/* The first FfnAgent dies, the others are told; all of them register again and join. */
+static void next_generation(fixture_t *f)
+{
+    xpw_Envelope stats = {.which_body = xpw_Envelope_plane_stats_tag};
+    stats.body.plane_stats.invocations = 1;
+    say(f->ffn[0], &stats, NULL, 0);
+    shutdown(f->ffn[0], SHUT_RDWR); /* the rank's process holds it too */
+    for (uint32_t p = 0; p < f->atn_count; p++)
+        expect(f->atn[p], xpw_Envelope_failure_tag, 0);
+    expect(f->ffn[1], xpw_Envelope_failure_tag, 0);
+    for (uint32_t p = 0; p < f->atn_count + FFN_COUNT; p++) {
+        shutdown(agent_of(f, p), SHUT_RDWR);
+        close(agent_of(f, p));
+    }
+    register_all(f);
+    for (uint32_t p = 0; p < f->atn_count + FFN_COUNT; p++) {
+        xpw_Envelope joined = {.which_body = xpw_Envelope_joined_tag};
+        say(agent_of(f, p), &joined, NULL, 0);
+    }
+}
+
+/* The FfnAgents get the stages in which requests wait, and offer them again. */
+static void hand_stages_on(fixture_t *f, bool adopted)
+{
+    for (uint32_t i = 0; i < FFN_COUNT; i++) {
+        wire_descriptors_t fds;
+        xpw_Envelope *kept = expect_with(f->ffn[i], xpw_Envelope_kept_stage_tag, &fds);
+        assert_int_equal(kept->body.kept_stage.instance, 0);
+        assert_int_equal(fds.count, 1);
+        expect_size(fds.fds[0], 200 + i);
+        expect(f->ffn[i], xpw_Envelope_prepare_tag, 0);
+        xpw_Envelope offer = {.which_body = xpw_Envelope_stage_offer_tag};
+        offer.body.stage_offer.adopted = adopted;
+        say(f->ffn[i], &offer, fds.fds, 1);
+        wire_descriptors_close(&fds);
+    }
+}
+
+static uint64_t expect_resume(int agent, off_t bytes, bool resume)
+{
+    wire_descriptors_t fds;
+    xpw_Envelope *attach = expect_with(agent, xpw_Envelope_arena_attach_tag, &fds);
+    assert_int_equal(attach->body.arena_attach.resume, resume);
+    assert_int_equal(fds.count, 1);
+    expect_size(fds.fds[0], bytes);
+    wire_descriptors_close(&fds);
+    return attach->body.arena_attach.lease;
+}
+
+static void found(int agent, uint64_t lease, uint64_t answered, bool open)
+{
+    xpw_Envelope envelope = {.which_body = xpw_Envelope_arena_attached_tag};
+    envelope.body.arena_attached.lease = lease;
+    envelope.body.arena_attached.answered = answered;
+    envelope.body.arena_attached.open = open;
+    say(agent, &envelope, NULL, 0);
+}
+
+/* All members take the arenas up as they are, and say what they found there. */
+static void take_up(fixture_t *f, uint64_t answered, bool open)
+{
+    uint64_t lease = 0;
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        lease = expect_resume(f->ffn[i], 100, true);
+    found(f->ffn[0], lease, answered + 1, false); /* its partial is there, the other's is not */
+    found(f->ffn[1], lease, answered, open);
+}
+
+static void requests_on_the_direct_lane_outlive_their_generation(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    serve_directly(&f, "", &rank);
+    for (uint32_t round = 0; round < 3; round++) {
+        next_generation(&f);
+        expect(rank.fd, xpw_Envelope_pause_tag, 0);
+        hand_stages_on(&f, true);
+        wait_verdict(&f, "its open requests wait for the next Generation");
+        assert_true(silent(rank.fd));
+        executable(&f);
+        take_up(&f, 7, round > 0);
+        expect(rank.fd, xpw_Envelope_attached_tag, 0);
+        wait_verdict(&f, NULL);
+    }
+    /* What fails Generation after Generation is not tried for ever. */
+    for (uint32_t round = 0; round < 2; round++) {
+        next_generation(&f);
+        expect(rank.fd, xpw_Envelope_pause_tag, 0);
+        hand_stages_on(&f, true);
+        executable(&f);
+        take_up(&f, 7, true);
+        if (round == 0)
+            expect(rank.fd, xpw_Envelope_attached_tag, 0);
+    }
+    assert_int_equal(expect(rank.fd, xpw_Envelope_stop_tag, 0)->body.stop.phase,
+                     xpw_StopPhase_STOP_FINALIZE);
+    wait_verdict(&f, "4 Generations in a row failed over its request 8");
+    expect(f.ffn[0], xpw_Envelope_arena_detach_tag, 0);
+    expect(f.ffn[1], xpw_Envelope_arena_detach_tag, 0);
+    kill_rank(&rank);
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
+/* An agent dies once more before anybody took the requests up; then the memory in which they wait
+ * cannot be taken over. */
+static void requests_whose_memory_is_lost_end(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    serve_directly(&f, "", &rank);
+    next_generation(&f);
+    expect(rank.fd, xpw_Envelope_pause_tag, 0);
+    hand_stages_on(&f, true);
+    next_generation(&f);
+    assert_true(silent(rank.fd)); /* it waits already */
+    hand_stages_on(&f, false);
+    assert_int_equal(expect(rank.fd, xpw_Envelope_stop_tag, 0)->body.stop.phase,
+                     xpw_StopPhase_STOP_FINALIZE);
+    wait_verdict(&f, "could not take over the memory in which its requests wait");
+    kill_rank(&rank);
+    executable(&f);
+    wait_verdict(&f, "model m: ");
+    assert_int_equal(kill(f.daemon, SIGTERM), 0);
+    assert_int_equal(finish(&f), 0);
+}
+
+/* Their rows lie in the Instance's own arena. Ranks of several AtnAgents cannot be levelled. */
+static void requests_by_the_relay_outlive_their_generation(void **state)
+{
+    for (uint32_t ranks = 1; ranks <= 2; ranks++) {
+        fixture_t f;
+        rank_t rank[2];
+        uint64_t lease = 0;
+        start(&f, ranks == 2 ? "'cuda:0', 'cuda:1'" : "'cuda:0'", ranks,
+              "fabric.provider = 'p2p-relay'\n",
+              ranks == 2 ? "ffn_tp_size = 2\nattention_tp = 2" : "ffn_tp_size = 2");
+        for (uint32_t generation = 1; generation <= 2; generation++) {
+            for (uint32_t i = 0; i < FFN_COUNT; i++)
+                offer_stage(f.ffn[i], xpw_StageKind_STAGE_ROWS, 0, 200 + i);
+            for (uint32_t r = 0; r < ranks; r++) {
+                if (generation == 1) {
+                    start_rank(&f, r, &rank[r]);
+                    offer_arena(&f, &rank[r], 100 + r, XP_DTYPE_BF16);
+                }
+                offer_stage(f.atn[r], xpw_StageKind_STAGE_RELAY, r, 400 + r);
+            }
+            executable(&f);
+            for (uint32_t i = 0; i < FFN_COUNT; i++) {
+                for (uint32_t r = 0; r < ranks; r++)
+                    lease = expect_resume(f.ffn[i], 400 + r, false); /* the relay's are fresh */
+                attached(f.ffn[i], 0, lease, "");
+            }
+            for (uint32_t r = 0; r < ranks; r++) {
+                for (uint32_t i = 0; i < FFN_COUNT; i++)
+                    expect_stage(f.atn[r], xpw_StageKind_STAGE_ROWS, i, 200 + i);
+                assert_true(expect_resume(f.atn[r], 100 + r, generation == 2) == lease);
+                attached(f.atn[r], r, lease, "");
+            }
+            for (uint32_t r = 0; r < ranks; r++)
+                expect(rank[r].fd, xpw_Envelope_attached_tag, 0);
+            for (uint32_t r = 0; r < ranks && generation == 1; r++) {
+                expect(rank[r].fd, xpw_Envelope_initialize_tag, 0);
+                initialized(rank[r].fd);
+            }
+            wait_verdict(&f, NULL);
+            if (generation == 2)
+                break;
+            next_generation(&f);
+            for (uint32_t r = 0; r < ranks; r++)
+                expect(rank[r].fd, ranks == 1 ? xpw_Envelope_pause_tag : xpw_Envelope_failure_tag,
+                       0);
+            for (uint32_t i = 0; i < FFN_COUNT; i++)
+                expect(f.ffn[i], xpw_Envelope_prepare_tag, 0);
+            if (ranks == 2)
+                break;
+        }
+        for (uint32_t r = 0; r < ranks; r++)
+            kill_rank(&rank[r]);
+        if (ranks == 1) {
+            expect(f.atn[0], xpw_Envelope_arena_detach_tag, 0);
+            expect(f.ffn[0], xpw_Envelope_arena_detach_tag, 0);
+            expect(f.ffn[1], xpw_Envelope_arena_detach_tag, 0);
+        }
+        assert_int_equal(kill(f.daemon, SIGTERM), 0);
+        assert_int_equal(finish(&f), 0);
+    }
+}
+
+/* Its work on the device is ended by MPS, which harms nobody else, before it is killed. */
+static void an_instance_that_does_not_end_is_terminated_first(void **state)
+{
+    fixture_t f;
+    rank_t rank;
+    char path[PATH_MAX], line[64] = "", wanted[64];
+    serve_directly(&f, "deadlines.stop = 1\n", &rank);
+    snprintf(path, sizeof(path), "%s/mps/cuda-0/pipe/client", scratch);
+    FILE *file = fopen(path, "w");
+    fprintf(file, "%d\n", (int)rank.pid);
+    fclose(file);
+    xpw_Envelope report = {.which_body = xpw_Envelope_fail_report_tag};
+    snprintf(report.body.fail_report.what, sizeof(report.body.fail_report.what), "it hangs");
+    say(rank.fd, &report, NULL, 0);
+    expect(rank.fd, xpw_Envelope_stop_tag, 0);
+    assert_int_equal(waitpid(rank.pid, NULL, 0), rank.pid);
+    close(rank.fd);
+    snprintf(path, sizeof(path), "%s/mps/cuda-0/pipe/terminated", scratch);
+    file = fopen(path, "r");
+    assert_non_null(file);
+    assert_non_null(fgets(line, sizeof(line), file));
+    fclose(file);
+    snprintf(wanted, sizeof(wanted), "terminate_client 77 %d\n", (int)rank.pid);
+    assert_string_equal(line, wanted);
+    for (uint32_t i = 0; i < FFN_COUNT; i++)
+        expect(f.ffn[i], xpw_Envelope_arena_detach_tag, 0);
+    wait_verdict(&f, "model m: it hangs");
     assert_int_equal(kill(f.daemon, SIGTERM), 0);
     assert_int_equal(finish(&f), 0);
 }
@@ -628,6 +866,10 @@ int main(int argc, char **argv)
         cmocka_unit_test(an_atnagent_that_dies_while_arenas_are_attached_is_the_failure),
         cmocka_unit_test(an_agent_that_cannot_let_go_ends_the_generation),
         cmocka_unit_test(a_generation_that_computed_something_counts_though_who_counted_it_died),
+        cmocka_unit_test(requests_on_the_direct_lane_outlive_their_generation),
+        cmocka_unit_test(requests_whose_memory_is_lost_end),
+        cmocka_unit_test(requests_by_the_relay_outlive_their_generation),
+        cmocka_unit_test(an_instance_that_does_not_end_is_terminated_first),
         cmocka_unit_test(a_controller_that_hangs_holds_up_nobody),
         cmocka_unit_test(without_mps_there_is_no_daemon),
         cmocka_unit_test(nobody_waits_for_the_driver_without_a_limit),

@@ -21,6 +21,7 @@
 
 #include "base/clock.h"
 #include "cuda/mps_private.h"
+#include "cuda/mps_watch.h"
 
 static char scratch[64], program[PATH_MAX], root[PATH_MAX], devices[64];
 
@@ -159,6 +160,13 @@ static void start(mps_t **mps)
         fail_msg("%s", xp_error_last()->text);
 }
 
+static int unlink_terminated(mps_t *mps)
+{
+    char path[PATH_MAX + 16];
+    snprintf(path, sizeof(path), "%s/terminated", mps_pipe_folder(mps));
+    return unlink(path);
+}
+
 /* ---- tests ---------------------------------------------------------------------------------- */
 static void test_life(void **state)
 {
@@ -182,6 +190,21 @@ static void test_life(void **state)
     assert_int_equal(clients[1], 4712);
     assert_int_equal(mps_terminate_client(mps, 4712), XP_OK);
     assert_int_equal(mps_terminate_client(mps, 4713), XP_NOT_FOUND);
+    assert_int_equal(unlink_terminated(mps), 0);
+    /* The same beside the caller's thread, which never waits. */
+    mps_watch_t *watch;
+    assert_int_equal(mps_watch_create(mps, 60 * XP_NS_PER_S, &watch), XP_OK);
+    for (pid_t client = 4712; client <= 4713; client++) {
+        uint64_t until_ns = xp_monotonic_ns() + 10 * XP_NS_PER_S;
+        while (!mps_watch_terminate(watch, client)) {
+            assert_true(xp_monotonic_ns() < until_ns);
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        }
+    }
+    for (pid_t client = 1; client <= MPS_CLIENTS_MAX; client++)
+        assert_false(mps_watch_terminate(watch, 5000 + client));
+    assert_true(mps_watch_terminate(watch, 6000)); /* no room: it is killed without */
+    mps_watch_destroy(watch);
     char path[PATH_MAX + 16], text[64] = "", wanted[64];
     snprintf(path, sizeof(path), "%s/terminated", mps_pipe_folder(mps));
     FILE *file = fopen(path, "r");

@@ -41,6 +41,8 @@ const cuda_image_t cuda_image_stage_kernels = {"stage_kernels", code, code + 1};
 static uint32_t lives, calls, closes;
 static transport_live_t live_written;
 static uint32_t next_status; /* what the next call ends with */
+static uint32_t notice;      /* as a launch saw it last */
+static uint64_t pause_limit_ns;
 
 static uint64_t argument(const fake_launch_t *launch, int index)
 {
@@ -62,6 +64,10 @@ static void run_call(const fake_launch_t *launch)
 {
     transport_device_state_t *state = (void *)(uintptr_t)argument(launch, 3);
     const transport_live_t *live = (const void *)(uintptr_t)argument(launch, 4);
+    transport_patience_t patience;
+    memcpy(&patience, launch->values[8], sizeof(patience));
+    notice = *(const uint32_t *)(uintptr_t)patience.notice;
+    pause_limit_ns = patience.pause_ns;
     calls++;
     if (state->status != XP_OK)
         return;
@@ -87,7 +93,7 @@ static void run_close(const fake_launch_t *launch)
         }                                                                                          \
     }
 static const fake_kernel_t kernels[] = {
-    {"stage_call", run_call, {sizeof(stage_put_t), 48, 8, 8, 8, 8, 8, 4, 8, 8}},
+    {"stage_call", run_call, {sizeof(stage_put_t), 48, 8, 8, 8, 8, 8, 4, 32}},
     {"transport_live_write", run_live, {8, sizeof(transport_live_t)}},
     {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
     {"transport_close", run_close, {8, 4}},
@@ -139,6 +145,8 @@ static void make_plan(uint32_t dp)
         instance->layer_group[l] = l == 0 ? 1 : 2; /* both FfnAgents are members */
 }
 
+static uint64_t pause_ns;
+
 static xp_status_t say_plane(library_device_t *device)
 {
     wire_descriptors_t fds = {.count = 2};
@@ -146,7 +154,7 @@ static xp_status_t say_plane(library_device_t *device)
     fds.fds[1] = memfd_create("plan", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     assert_int_equal(write(fds.fds[1], &plan, sizeof(plan)), sizeof(plan));
     assert_int_equal(fcntl(fds.fds[1], F_ADD_SEALS, F_SEAL_WRITE), 0);
-    xpw_DevicePlane plane = {.life_index = 5};
+    xpw_DevicePlane plane = {.life_index = 5, .pause_ns = pause_ns};
     xp_status_t status = library_device_plane(device, &plane, &fds);
     wire_descriptors_close(&fds);
     return status;
@@ -467,6 +475,38 @@ static void calls_are_counted_by_how_they_come(void **state)
     assert_int_equal(fake_objects(), 0);
 }
 
+/* What the host tells reaches launches that are under way, without one of its own. */
+static void a_pause_and_the_end_are_told_by_the_notice(void **state)
+{
+    library_device_t *device = rank_of(1);
+    xpool_ffn_call_t call = call_of(1);
+    assert_false(
+        library_device_pause(device, true)); /* the daemon has not said that there are any */
+    library_device_destroy(device);
+    pause_ns = 7 * XP_NS_PER_S;
+    device = rank_of(1);
+    pause_ns = 0;
+    assert_false(library_device_pause(device, false));
+    for (uint32_t pause = 1; pause <= 2; pause++) {
+        assert_true(library_device_pause(device, true));
+        assert_false(library_device_pause(device, true));
+        assert_true(library_device_paused(device));
+        assert_int_equal(library_device_ffn(device, &call), XP_OK);
+        assert_true(transport_notice_paused(notice));
+        assert_true(pause_limit_ns == 7 * XP_NS_PER_S);
+        assert_true(library_device_pause(device, false));
+        assert_int_equal(library_device_ffn(device, &call), XP_OK);
+        assert_int_equal(notice, 2 * pause);
+    }
+    assert_true(library_device_pause(device, true));
+    library_device_close(device, XP_CLOSED);
+    assert_int_equal(closes, 1);
+    assert_int_equal(library_device_ffn(device, &call), XP_OK);
+    assert_int_equal(transport_notice_end(notice), XP_CLOSED);
+    library_device_destroy(device);
+    assert_int_equal(fake_objects(), 0);
+}
+
 static void the_engines_own_context_stays_current(void **state)
 {
     library_device_t *device = rank_of(1);
@@ -539,6 +579,7 @@ int main(void)
         cmocka_unit_test(the_verdict_is_what_the_kernels_met),
         cmocka_unit_test(a_mark_tells_how_its_pass_ended),
         cmocka_unit_test(calls_are_counted_by_how_they_come),
+        cmocka_unit_test(a_pause_and_the_end_are_told_by_the_notice),
         cmocka_unit_test(the_engines_own_context_stays_current),
         cmocka_unit_test(nothing_is_left_whichever_call_fails),
     };

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * FfnAgents, clients and the relay in one process over the fake driver: what the tests of their
- * host objects share. Kernels are played by the functions that the GPU runs; resident ones take
- * turns after each launch and at each read of the host.
+ * The host objects of module stage over the fake driver, for one test program: two FfnAgents, an
+ * Instance of up to two ranks and, by the relay, an AtnAgent, in one process; also with a symmetric
+ * heap over ordinary memory. Kernels are played by the same functions that the GPU runs; resident
+ * ones take turns after each launch and at each read of the host.
  */
-#ifndef XPOOL_TESTS_STAGE_HOST_RIG_H
-#define XPOOL_TESTS_STAGE_HOST_RIG_H
+#ifndef XPOOL_TEST_HOST_RIG_H
+#define XPOOL_TEST_HOST_RIG_H
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -22,6 +23,10 @@
 #include "stage/heap.h"
 #include "stage/relay.h"
 #include "stage/scheduler_steps.h"
+
+#define HOST_KERNELS_AT(address, pe)                                                               \
+    (heap_memory ? at_pe(address, pe) : (char *)(uintptr_t)(address))
+#include "host_kernels.h"
 
 #define HIDDEN 16
 #define ROWS   8
@@ -51,60 +56,39 @@ static void *pointer(const fake_launch_t *launch, int index)
     return (void *)(uintptr_t)argument(launch, index);
 }
 
-static void put_rows(const stage_put_t *put, transport_device_state_t *state,
-                     const transport_live_t *live, const void *input)
-{
-    if (stage_put_allowed(state))
-        for (uint32_t t = 0; t < put->count; t++)
-            memcpy((char *)(uintptr_t)put->targets[t].input + stage_put_offset(put, live), input,
-                   stage_put_bytes(put, live));
-    stage_device_put(put, state, live);
-}
 static void run_put(const fake_launch_t *launch)
 {
     stage_put_t put;
     memcpy(&put, launch->values[0], sizeof(put));
-    put_rows(&put, pointer(launch, 1), pointer(launch, 2), pointer(launch, 3));
+    host_put(&put, pointer(launch, 1), pointer(launch, 2), pointer(launch, 3));
 }
 static void step(void);
 static void wait_for(const mailbox_arena_t *arena, transport_device_state_t *state, uint32_t direct,
-                     const uint32_t *life)
+                     const void *limits)
 {
     uint32_t missing = direct;
+    transport_patience_t patience;
+    transport_clock_t clock;
+    memcpy(&patience, limits, sizeof(patience));
+    transport_device_wait_start(&clock, 0);
     if (transport_device_wait_begin(state))
         return;
     for (uint64_t looks = 0; !stage_device_wait_look(arena, state, direct, &missing); looks++) {
         step();
-        if (transport_device_wait_life(life, state, looks, 20))
+        if (transport_device_wait_life(&patience, state, &clock, looks))
             break;
     }
 }
 static void run_wait(const fake_launch_t *launch)
 {
     wait_for(pointer(launch, 0), pointer(launch, 1), (uint32_t)argument(launch, 2),
-             pointer(launch, 3));
-}
-static void take_rows(const stage_take_t *take, transport_device_state_t *state, void *output)
-{
-    stage_job_t job = {.kind = take->members ? STAGE_JOB_REDUCE : STAGE_JOB_COPY,
-                       .dtype = take->dtype,
-                       .narrow = 1,
-                       .members = take->members,
-                       .consumers = 1,
-                       .from = (void *)(uintptr_t)(take->members ? take->partial : take->output),
-                       .stride = take->partial_stride};
-    job.to[0] = (stage_job_to_t){.rows = output, .count = state->rows * take->row_bytes / 2};
-    if (transport_device_take_allowed(state))
-        stage_job_run(&job, 0, job.to[0].count, 0, 1);
-    else
-        memset(output, 0xff, take->captured * take->row_bytes);
-    transport_device_take(state);
+             launch->values[3]);
 }
 static void run_take(const fake_launch_t *launch)
 {
     stage_take_t take;
     memcpy(&take, launch->values[0], sizeof(take));
-    take_rows(&take, pointer(launch, 1), pointer(launch, 2));
+    host_take(&take, pointer(launch, 1), pointer(launch, 2));
 }
 static void run_call(const fake_launch_t *launch)
 {
@@ -112,10 +96,10 @@ static void run_call(const fake_launch_t *launch)
     stage_take_t take;
     memcpy(&put, launch->values[0], sizeof(put));
     memcpy(&take, launch->values[1], sizeof(take));
-    put_rows(&put, pointer(launch, 3), pointer(launch, 4), pointer(launch, 5));
+    host_put(&put, pointer(launch, 3), pointer(launch, 4), pointer(launch, 5));
     wait_for(pointer(launch, 2), pointer(launch, 3), (uint32_t)argument(launch, 7),
-             pointer(launch, 8));
-    take_rows(&take, pointer(launch, 3), pointer(launch, 6));
+             launch->values[8]);
+    host_take(&take, pointer(launch, 3), pointer(launch, 6));
 }
 static void run_describe(const fake_launch_t *launch)
 {
@@ -251,12 +235,11 @@ static void scheduler_turns(int index)
 
 static transport_resident_t *relay_table;
 static const stage_relay_t *relay;
-static bool relay_busy[TRANSPORT_RESIDENT_SLOTS];
 static void run_relay(const fake_launch_t *launch)
 {
     relay_table = pointer(launch, 0);
     relay = pointer(launch, 2);
-    memset(relay_busy, 0, sizeof(relay_busy));
+    memset(host_relay_busy, 0, sizeof(host_relay_busy));
 }
 static void run_relay_describe(const fake_launch_t *launch)
 {
@@ -265,70 +248,13 @@ static void run_relay_describe(const fake_launch_t *launch)
     memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
 }
-/* A round of a slot's warp: cuda_resident.cuh with the handler of relay.cu. */
-static void relay_round(uint32_t index)
-{
-    transport_slot_t *slot = &relay_table->slot[index];
-    const stage_relay_slot_t *own = &relay->slot[index];
-    mailbox_arena_t *arena = (mailbox_arena_t *)(uintptr_t)slot->arena;
-    if (transport_slot_turn(slot->wanted) != transport_slot_turn(slot->now)) {
-        if (transport_slot_state(slot->wanted) == TRANSPORT_SLOT_ATTACHED)
-            slot->answered = arena->response.sequence;
-        relay_busy[index] = false;
-        slot->now = slot->wanted;
-    }
-    if (transport_slot_state(slot->now) != TRANSPORT_SLOT_ATTACHED)
-        return;
-    mailbox_request_t request;
-    if (mailbox_request_read(arena, slot->answered, &request) != MAILBOX_LIVE)
-        return;
-    uint32_t group =
-        own->uniform ? own->uniform : ((const uint32_t *)(uintptr_t)own->groups)[request.layer];
-    uint32_t members = fabric_group_size(group);
-    uint32_t direct = own->direct && members > 1 ? (1u << members) - 1 : 0, missing = direct;
-    uint64_t before = 0;
-    for (uint32_t i = 0; i < own->rank / own->tp; i++)
-        before += request.dp_rows[i];
-    if (!relay_busy[index]) {
-        relay_busy[index] = true;
-        for (uint32_t left = group; left; left &= left - 1) {
-            uint32_t f = fabric_group_first(left);
-            char *input =
-                heap_memory ? at_pe(own->input[f], own->pe[f]) : (char *)(uintptr_t)own->input[f];
-            if (own->rank % own->tp == 0)
-                memcpy(input + before * slot->row_bytes, (char *)arena + slot->input_offset,
-                       request.rows * slot->row_bytes);
-            stage_line_t *line = heap_memory ? at_pe(own->line[f], own->pe[f])
-                                             : (stage_line_t *)(uintptr_t)own->line[f];
-            stage_line_fill(line, &request);
-            stage_line_publish(line, &request);
-        }
-        return;
-    }
-    transport_device_state_t state = {
-        .sequence = request.sequence, .phase = TRANSPORT_PHASE_LIVE, .rows = request.rows};
-    if (!stage_device_wait_look((mailbox_arena_t *)(uintptr_t)own->arena, &state, direct, &missing))
-        return;
-    relay_busy[index] = false;
-    stage_take_t take = {.output = own->output,
-                         .partial = own->partial,
-                         .partial_stride = own->partial_stride,
-                         .members = direct ? members : 0,
-                         .row_bytes = slot->row_bytes};
-    uint32_t status = state.status;
-    take_rows(&take, &state, (char *)arena + slot->output_offset);
-    slot->answered = request.sequence;
-    slot->requests++;
-    mailbox_response_publish(arena, request.sequence, status);
-}
-
 static void step(void)
 {
     if (still)
         return;
     for (int round = 0; round < 3; round++) {
         for (uint32_t i = 0; relay_table && i < relay_table->slots; i++)
-            relay_round(i);
+            host_relay_round(relay_table, relay, i);
         for (int i = 0; i < 8; i++)
             scheduler_turns(i);
         for (int i = 0; i < 2; i++)
@@ -345,9 +271,11 @@ static void step_after(const fake_launch_t *launch)
 
 static const fake_kernel_t kernels[] = {
     {"stage_put", run_put, {sizeof(stage_put_t), 8, 8, 8}},
-    {"stage_wait", run_wait, {8, 8, 4, 8, 8}},
+    {"stage_wait", run_wait, {8, 8, 4, sizeof(transport_patience_t)}},
     {"stage_take", run_take, {sizeof(stage_take_t), 8, 8}},
-    {"stage_call", run_call, {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, 8, 8}},
+    {"stage_call",
+     run_call,
+     {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, sizeof(transport_patience_t)}},
     {"stage_describe", run_describe, {8, sizeof(stage_about_t), 4}},
     {"stage_page_start", run_page_start, {8, sizeof(stage_head_t)}},
     {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
@@ -383,6 +311,7 @@ static stage_atn_t *atn;
 static stage_path_t path;
 static stage_heap_t *heaps[PES]; /* with provider nvshmem */
 static int resident[2];          /* index of their streams */
+static int kept[2] = {-1, -1};   /* stages of a former Generation */
 static _Alignas(16) uint16_t in[2][ROWS * HIDDEN], out[2][ROWS * HIDDEN];
 
 static bool resident_busy(cuda_stream_t stream)
@@ -420,13 +349,13 @@ static void plan_make(uint32_t delivery, uint32_t tp, uint32_t dp, uint32_t grou
 
 static uint32_t marked_rows; /* that FfnAgents and clients are made with */
 
-static int last_stream(void)
+/* The stream made last, or `back` before it: the driver takes the first free ones in order. */
+static int new_stream(const bool *before, int back)
 {
-    int last = 0;
-    for (int i = 0; i < FAKE_OBJECTS; i++)
-        if (fake.stream[i].used)
-            last = i + 1;
-    return last;
+    for (int i = FAKE_OBJECTS - 1; i >= 0; i--)
+        if (fake.stream[i].used && !before[i] && back-- == 0)
+            return i + 1;
+    return 0;
 }
 
 static xp_status_t make_ffn(uint32_t f)
@@ -436,10 +365,14 @@ static xp_status_t make_ffn(uint32_t f)
                                  .ffn = f,
                                  .life = &life,
                                  .heap = heaps[1 + f],
+                                 .kept = &kept[f],
                                  .marked_rows = marked_rows};
+    bool before[FAKE_OBJECTS];
+    for (int i = 0; i < FAKE_OBJECTS; i++)
+        before[i] = fake.stream[i].used;
     XP_TRY(stage_ffn_create(&config, &ffn[f]));
     /* The courier's is made after the scheduler's. */
-    resident[f] = last_stream() - (plan.provider == FABRIC_PROVIDER_NVSHMEM_FAR);
+    resident[f] = new_stream(before, plan.provider == FABRIC_PROVIDER_NVSHMEM_FAR);
     return XP_OK;
 }
 static xp_status_t exchange_partials(void)
@@ -465,7 +398,10 @@ static xp_status_t attach_rank(uint32_t rank)
     close(fd);
     return status;
 }
-static xp_status_t attach_ffns(void)
+/* resume: of a former Generation, on the direct lane. */
+static uint64_t answered[2];
+static bool waits[2];
+static xp_status_t hand_arenas(bool resume)
 {
     uint32_t ranks = fabric_plan_ranks(&plan.instances[0]);
     int fds[2] = {-1, -1};
@@ -475,11 +411,16 @@ static xp_status_t attach_ffns(void)
                                       : stage_atn_export(atn, 0, r, &fds[r]);
     for (uint32_t f = 0; f < 2 && status == XP_OK; f++)
         if (stage_members(&plan.instances[0]) >> f & 1)
-            status = stage_ffn_attach(ffn[f], 0, heaps[0] ? NULL : fds, ranks, SOON);
+            status = resume ? stage_ffn_resume(ffn[f], 0, fds, ranks, SOON, &answered[f], &waits[f])
+                            : stage_ffn_attach(ffn[f], 0, heaps[0] ? NULL : fds, ranks, SOON);
     for (uint32_t r = 0; r < 2; r++)
         if (fds[r] >= 0)
             close(fds[r]);
     return status;
+}
+static xp_status_t attach_ffns(void)
+{
+    return hand_arenas(false);
 }
 static xp_status_t open_stages(void)
 {
@@ -542,12 +483,8 @@ static xp_status_t make_all(void)
         XP_TRY(attach_rank(r));
     return XP_OK;
 }
-static void destroy_all(void)
+static void destroy_agents(void)
 {
-    for (uint32_t r = 0; r < 2; r++) {
-        stage_client_destroy(client[r]);
-        client[r] = NULL;
-    }
     stage_atn_destroy(atn);
     atn = NULL;
     for (uint32_t f = 0; f < 2; f++) {
@@ -563,6 +500,14 @@ static void destroy_all(void)
     heap_memory = NULL;
     memset(joined, 0, sizeof(joined));
     memset(couriers, 0, sizeof(couriers));
+}
+static void destroy_all(void)
+{
+    for (uint32_t r = 0; r < 2; r++) {
+        stage_client_destroy(client[r]);
+        client[r] = NULL;
+    }
+    destroy_agents();
 }
 /* The ways that rows take: 0 direct, 1 relay, 2 relay over the symmetric heap, 3 the same where no
  * other PE's memory is mapped. After plan_make(). */
@@ -623,11 +568,10 @@ static transport_tensor_t tensor(void *data, uint32_t rows)
 }
 
 /* One layer by all ranks; call: in one launch (single ranks only). */
-static void pass(uint32_t layer, const uint32_t *dp_rows, bool call)
+static void pass_begin(uint32_t layer, const uint32_t *dp_rows, bool call)
 {
     const fabric_plan_instance_t *p = &plan.instances[0];
     uint32_t ranks = fabric_plan_ranks(p);
-    uint32_t members = fabric_group_size(p->layer_group[layer]);
     cuda_stream_t stream = NULL;
     for (uint32_t r = 0; r < ranks; r++) {
         transport_live_t live = {.rows = dp_rows[r / p->atn_tp]};
@@ -642,6 +586,13 @@ static void pass(uint32_t layer, const uint32_t *dp_rows, bool call)
         else
             ok(stage_client_put(client[r], layer, 0, &from, stream));
     }
+}
+static void pass_end(uint32_t layer, const uint32_t *dp_rows, bool call)
+{
+    const fabric_plan_instance_t *p = &plan.instances[0];
+    uint32_t ranks = fabric_plan_ranks(p);
+    uint32_t members = fabric_group_size(p->layer_group[layer]);
+    cuda_stream_t stream = NULL;
     for (uint32_t r = 0; !call && r < ranks; r++) {
         transport_tensor_t to = tensor(out[r], ROWS);
         ok(stage_client_wait(client[r], stream));
@@ -655,5 +606,10 @@ static void pass(uint32_t layer, const uint32_t *dp_rows, bool call)
                                                        (float)layer,
                                                    FFN_CUDA_BF16));
     }
+}
+static void pass(uint32_t layer, const uint32_t *dp_rows, bool call)
+{
+    pass_begin(layer, dp_rows, call);
+    pass_end(layer, dp_rows, call);
 }
 #endif

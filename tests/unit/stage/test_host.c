@@ -94,7 +94,7 @@ static void test_refusals(void **state)
     transport_geometry_t other = stage_geometry(&plan.instances[0]);
     other.hidden = HIDDEN / 2;
     transport_cuda_client_t *stranger;
-    ok(transport_cuda_client_create(&device, &other, &life, 1, &stranger));
+    ok(transport_cuda_client_create(&device, &other, &life, 1, 0, &stranger));
     close(fds[0]);
     ok(transport_cuda_client_export(stranger, &fds[0]));
     assert_int_equal(stage_ffn_attach(ffn[1], 0, fds, 1, SOON), XP_PEER);
@@ -172,7 +172,7 @@ static void test_failures(void **state)
     now_ns += 5000000;
     assert_int_equal(stage_ffn_look(ffn[0], SOON, &dropped), XP_FATAL);
     says("tales: rank 1 did not submit layer 2 within 5 ms of rank 0");
-    ok(stage_ffn_fail(ffn[0]));
+    ok(stage_ffn_fail(ffn[0], false));
     ok(stage_client_wait(client[0], NULL));
     assert_int_equal(stage_client_finish(client[0], SOON), XP_FATAL);
     destroy_all();

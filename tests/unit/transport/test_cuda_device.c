@@ -24,7 +24,7 @@ static struct {
     mailbox_arena_t arena;
     uint32_t input[ROWS * WIDTH], output[ROWS * WIDTH];
     transport_slot_t slot;
-    uint32_t life, stop;
+    uint32_t life, notice, stop;
     uint64_t wrong, answered;
 } shared;
 
@@ -70,6 +70,14 @@ static void *killer_run(void *argument)
     return NULL;
 }
 
+static transport_patience_t patience(void)
+{
+    return (transport_patience_t){.life = (uintptr_t)&shared.life,
+                                  .notice = (uintptr_t)&shared.notice,
+                                  .limit_ns = 10,
+                                  .pause_ns = 1000};
+}
+
 /* Returns the status after the pass. */
 static uint32_t one_pass(transport_device_state_t *state, uint64_t pass)
 {
@@ -79,9 +87,12 @@ static uint32_t one_pass(transport_device_state_t *state, uint64_t pass)
             for (uint32_t i = 0; i < live.rows * WIDTH; i++)
                 shared.input[i] = (uint32_t)pass * 1000 + i;
         transport_device_put(&shared.arena, state, &live, layer, ROWS);
+        transport_patience_t limits = patience();
+        transport_clock_t clock;
+        transport_device_wait_start(&clock, 0);
         if (!transport_device_wait_begin(state))
             while (!transport_device_wait_look(&shared.arena, state) &&
-                   !transport_device_wait_life(&shared.life, state, 0, 1))
+                   !transport_device_wait_life(&limits, state, &clock, 0))
                 sched_yield();
         if (transport_device_take_allowed(state))
             for (uint32_t i = 0; i < live.rows * WIDTH; i++)
@@ -144,9 +155,125 @@ static void test_slot_words(void **state)
     assert_false(transport_slot_request_valid(&slot, &request));
 }
 
+/* ---- from one AtnAgent to the next ---------------------------------------------------------- */
+#define LIVES 40
+
+/* Serves a few requests and dies in the middle of one: with rows half written, or all but the
+ * sequence. The last life serves until it is told to stop. */
+static void *mortal_run(void *argument)
+{
+    const uint32_t number = *(const uint32_t *)argument;
+    uint64_t answered = PROTOCOL_LOAD_ACQUIRE(&shared.arena.response.sequence);
+    for (uint32_t served = 0; !__atomic_load_n(&shared.stop, __ATOMIC_ACQUIRE);) {
+        mailbox_request_t request;
+        mailbox_look_t look = mailbox_request_read(&shared.arena, answered, &request);
+        if (look == MAILBOX_NONSENSE)
+            shared.wrong++;
+        if (look != MAILBOX_LIVE) {
+            sched_yield();
+            continue;
+        }
+        const uint32_t all = request.rows * WIDTH;
+        const int last = number + 1 < LIVES && served++ == number % 7;
+        for (uint32_t i = 0; i < (last && number % 2 ? all / 2 : all); i++)
+            shared.output[i] = shared.input[i] + request.layer + 1;
+        if (last)
+            return NULL;
+        answered = request.sequence;
+        mailbox_response_publish(&shared.arena, answered, XP_OK);
+    }
+    return NULL;
+}
+
+/* In the daemon's and the Instance's host's place: the next AtnAgent when the former one is gone,
+ * and the notice around it. */
+static void *lives_run(void *argument)
+{
+    for (uint32_t number = 0; number < LIVES; number++) {
+        pthread_t agent;
+        pthread_create(&agent, NULL, mortal_run, &number);
+        if (number)
+            PROTOCOL_STORE_RELEASE(&shared.notice, shared.notice + 1);
+        pthread_join(agent, NULL);
+        if (number + 1 < LIVES)
+            PROTOCOL_STORE_RELEASE(&shared.notice, shared.notice + 1);
+    }
+    return NULL;
+}
+
+static void test_lives(void **state)
+{
+    transport_device_state_t device = {0};
+    pthread_t lives;
+    memset(&shared, 0, sizeof(shared));
+    pthread_create(&lives, NULL, lives_run, NULL);
+    for (uint64_t pass = 0; pass < PASSES; pass++)
+        assert_int_equal(one_pass(&device, pass), XP_OK);
+    __atomic_store_n(&shared.stop, 1u, __ATOMIC_RELEASE);
+    pthread_join(lives, NULL);
+    assert_int_equal(shared.wrong, 0);
+    assert_int_equal(device.sequence, PASSES * LAYERS);
+    assert_int_equal(shared.notice, 2 * (LIVES - 1));
+}
+
+/* A look of a wait at `now_ns`. */
+static uint32_t look(transport_clock_t *clock, uint64_t now_ns)
+{
+    transport_device_state_t device = {.phase = TRANSPORT_PHASE_LIVE};
+    transport_patience_t limits = patience();
+    const int over = transport_device_wait_life(&limits, &device, clock, now_ns);
+    assert_int_equal(over, device.status != XP_OK);
+    return device.status;
+}
+
+static void test_patience(void **state)
+{
+    transport_clock_t clock;
+    memset(&shared, 0, sizeof(shared));
+    transport_device_wait_start(&clock, 5);
+    assert_int_equal(look(&clock, 14), XP_OK);
+    assert_int_equal(look(&clock, 15), XP_TIMEOUT);
+    /* A pause counts from its begin, and what follows from its end. */
+    shared.notice = 1;
+    assert_int_equal(look(&clock, 14), XP_OK);
+    assert_int_equal(look(&clock, 1013), XP_OK);
+    assert_int_equal(look(&clock, 1014), XP_TIMEOUT);
+    shared.notice = 2;
+    assert_int_equal(look(&clock, 1500), XP_OK);
+    assert_int_equal(look(&clock, 1509), XP_OK);
+    assert_int_equal(look(&clock, 1510), XP_TIMEOUT);
+    /* One that was over before a look is seen by its count. */
+    shared.notice = 4;
+    assert_int_equal(look(&clock, 1510), XP_OK);
+    /* A wait that begins in a pause has all of it, and what began before the first look counts. */
+    shared.notice = 5;
+    transport_device_wait_start(&clock, 100);
+    assert_int_equal(look(&clock, 1099), XP_OK);
+    assert_int_equal(look(&clock, 1100), XP_TIMEOUT);
+    /* However often: never longer than any watchdog. */
+    transport_device_wait_start(&clock, 100);
+    for (uint64_t now = 100; now < 100 + TRANSPORT_WAIT_MAX_NS; now += TRANSPORT_WAIT_MAX_NS / 99) {
+        shared.notice += 2;
+        assert_int_equal(look(&clock, now), XP_OK);
+    }
+    shared.notice += 2;
+    assert_int_equal(look(&clock, 100 + TRANSPORT_WAIT_MAX_NS), XP_TIMEOUT);
+    /* The end, by the host's word or by the process's. */
+    shared.notice = TRANSPORT_NOTICE_END | XP_FATAL;
+    assert_int_equal(look(&clock, 100), XP_FATAL);
+    shared.notice = TRANSPORT_NOTICE_END;
+    assert_int_equal(look(&clock, 100), XP_PEER);
+    shared.notice = TRANSPORT_NOTICE_END | XP_STATUS_COUNT;
+    assert_int_equal(look(&clock, 100), XP_PEER);
+    assert_false(transport_notice_paused(TRANSPORT_NOTICE_END | 1));
+    life_word_end(&shared.life);
+    assert_int_equal(look(&clock, 100), XP_CANCELLED);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_two_sides),
-                                       cmocka_unit_test(test_slot_words)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_two_sides), cmocka_unit_test(test_slot_words),
+        cmocka_unit_test(test_lives), cmocka_unit_test(test_patience)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

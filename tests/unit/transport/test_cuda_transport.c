@@ -55,10 +55,14 @@ static void run_wait(const fake_launch_t *launch)
     transport_device_state_t *state = pointer(launch, 1);
     if (transport_device_wait_begin(state))
         return;
+    transport_patience_t patience;
+    transport_clock_t clock;
+    memcpy(&patience, launch->values[2], sizeof(patience));
+    transport_device_wait_start(&clock, 0);
     /* Time passes by looks: a wait without an answer ends by its limit. */
     for (uint64_t i = 0; !transport_device_wait_look(pointer(launch, 0), state); i++)
-        if (i >= wait_looks && transport_device_wait_life(pointer(launch, 2), state,
-                                                          wait_elapsed_ns, argument(launch, 3)))
+        if (i >= wait_looks &&
+            transport_device_wait_life(&patience, state, &clock, wait_elapsed_ns))
             break;
 }
 
@@ -89,7 +93,7 @@ static void run_call(const fake_launch_t *launch)
     part(&one, &kernels[0], launch, (const int[]){0, 1, 2, 3, 4, 5, 7, 8}, 8);
     run_put(&one);
     step();
-    part(&one, &kernels[1], launch, (const int[]){0, 1, 10, 11}, 4);
+    part(&one, &kernels[1], launch, (const int[]){0, 1, 10}, 3);
     run_wait(&one);
     part(&one, &kernels[2], launch, (const int[]){0, 1, 4, 6, 7, 9}, 6);
     run_take(&one);
@@ -189,7 +193,7 @@ static bool resident_busy(cuda_stream_t stream)
 
 static const fake_kernel_t kernels[11] = {
     {"transport_put", run_put, {8, 8, 8, 4, 4, 8, 8, 8}},
-    {"transport_wait", run_wait, {8, 8, 8, 8}},
+    {"transport_wait", run_wait, {8, 8, sizeof(transport_patience_t)}},
     {"transport_take", run_take, {8, 8, 4, 8, 8, 8}},
     {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
     {"transport_close", run_close, {8, 4}},
@@ -198,7 +202,7 @@ static const fake_kernel_t kernels[11] = {
     {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
     {"transport_post", run_post, {8, 4}},
     {"resident", run_resident, {8, 8, 8}},
-    {"transport_call", run_call, {8, 8, 8, 4, 4, 8, 8, 8, 8, 8, 8, 8}},
+    {"transport_call", run_call, {8, 8, 8, 4, 4, 8, 8, 8, 8, 8, sizeof(transport_patience_t)}},
 };
 #define RESIDENT ((cuda_function_t)(uintptr_t)&kernels[9])
 
@@ -217,7 +221,7 @@ static xp_status_t make_server(void)
 }
 static xp_status_t make_client(void)
 {
-    return transport_cuda_client_create(&device, &geometry, &life, 100, &client);
+    return transport_cuda_client_create(&device, &geometry, &life, 100, 1000, &client);
 }
 static xp_status_t attach(void)
 {
@@ -326,7 +330,7 @@ static void test_many_rows(void **state)
     transport_cuda_client_t *many;
     uint32_t many_slot;
     int fd;
-    assert_int_equal(transport_cuda_client_create(&device, &wide, &life, 100, &many), XP_OK);
+    assert_int_equal(transport_cuda_client_create(&device, &wide, &life, 100, 0, &many), XP_OK);
     assert_int_equal(transport_cuda_client_export(many, &fd), XP_OK);
     assert_int_equal(transport_cuda_server_attach(server, fd, &wide, 6, SOON, &many_slot), XP_OK);
     close(fd);
@@ -412,6 +416,33 @@ static void test_timeout(void **state)
     assert_int_equal(call(100, ROWS, 2), XP_TIMEOUT);
     says("no answer from the FFN tier to request 2");
     assert_int_equal(call(1, ROWS, 2), XP_TIMEOUT);
+}
+
+/* Between two Generations a request waits longer, and the end is told without a launch. */
+static void test_pause(void **state)
+{
+    wait_looks = 3;
+    transport_cuda_client_pause(client, true);
+    transport_cuda_client_pause(client, true);
+    wait_elapsed_ns = 999;
+    assert_int_equal(call(0, ROWS, 2), XP_OK);
+    transport_cuda_client_pause(client, false);
+    wait_elapsed_ns = 99;
+    assert_int_equal(call(1, ROWS, 2), XP_OK);
+    transport_cuda_client_pause(client, true);
+    wait_elapsed_ns = 1000;
+    assert_int_equal(call(100, ROWS, 2), XP_TIMEOUT);
+    says("no next Generation answered request 3");
+}
+
+static void test_notice_end(void **state)
+{
+    transport_cuda_client_pause(client, true);
+    transport_cuda_client_end(client, XP_FATAL);
+    transport_cuda_client_end(client, XP_CLOSED);
+    transport_cuda_client_pause(client, false);
+    assert_int_equal(call(100, ROWS, 2), XP_FATAL);
+    says("failure of its Generation");
 }
 
 static void test_close(void **state)
@@ -553,10 +584,10 @@ static void test_tensors(void **state)
     transport_geometry_t wrong = geometry;
     transport_cuda_client_t *none;
     wrong.dtype = XP_DTYPE_F32;
-    assert_int_equal(transport_cuda_client_create(&device, &wrong, &life, 1, &none), XP_INVALID);
+    assert_int_equal(transport_cuda_client_create(&device, &wrong, &life, 1, 0, &none), XP_INVALID);
     wrong = geometry;
     wrong.max_rows = MAILBOX_MAX_ROWS + 1;
-    assert_int_equal(transport_cuda_client_create(&device, &wrong, &life, 1, &none), XP_INVALID);
+    assert_int_equal(transport_cuda_client_create(&device, &wrong, &life, 1, 0, &none), XP_INVALID);
 }
 
 /* Each driver call of creating a client, a server and attaching fails in turn. */
@@ -609,9 +640,10 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
-        TEST(test_calls),      TEST(test_many_rows), TEST(test_graph),   TEST(test_ends),
-        TEST(test_timeout),    TEST(test_close),     TEST(test_misuse),  TEST(test_attach),
-        TEST(test_next_agent), TEST(test_nonsense),  TEST(test_tensors), TEST(test_ladders),
+        TEST(test_calls),   TEST(test_many_rows), TEST(test_graph),      TEST(test_ends),
+        TEST(test_timeout), TEST(test_pause),     TEST(test_notice_end), TEST(test_close),
+        TEST(test_misuse),  TEST(test_attach),    TEST(test_next_agent), TEST(test_nonsense),
+        TEST(test_tensors), TEST(test_ladders),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
