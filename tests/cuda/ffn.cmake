@@ -15,6 +15,12 @@ xpool_ffn_program(cuda_ffn_kernels ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_kernels.c)
 xpool_ffn_program(cuda_ffn_runtime ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_runtime.c)
 xpool_cuda_images(cuda_ffn_runtime tests ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_scheduler.cu)
 xpool_ffn_program(cuda_ffn_bench ${CMAKE_SOURCE_DIR}/benches/cuda/ffn_bench.c)
+# Candidates for the decode kernel: in no library, only in the programs that compare them.
+file(GLOB candidates CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/ffn/cuda/candidates/*.cu)
+foreach(program cuda_ffn_kernels cuda_ffn_bench)
+  target_sources(${program} PRIVATE ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_candidates.c)
+  xpool_cuda_images(${program} candidates ${candidates})
+endforeach()
 add_test(NAME cuda/ffn-kernels COMMAND cuda_ffn_kernels)
 add_test(NAME cuda/ffn-runtime COMMAND cuda_ffn_runtime families real mixed)
 set_tests_properties(cuda/ffn-kernels cuda/ffn-runtime PROPERTIES LABELS cuda TIMEOUT 180 SKIP_RETURN_CODE 77
