@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Candidates for the decode kernel (src/ffn/cuda/candidates), run in the place of the one in use. */
+/* Candidates for the decode kernel (src/ffn/cuda/candidates), run in the place of the one in use.
+ */
 #ifndef XPOOL_TESTS_CUDA_FFN_CANDIDATES_H
 #define XPOOL_TESTS_CUDA_FFN_CANDIDATES_H
 
