@@ -39,6 +39,8 @@ if(XPOOL_SANITIZE OR XPOOL_FUZZ OR NOT TARGET xpool)
   return()
 endif()
 
+include(${CMAKE_SOURCE_DIR}/tests/emulated/emulated.cmake)
+
 set(XPOOL_TEST_PYTHON ${CMAKE_SOURCE_DIR}/scripts/test-python)
 set(XPOOL_TEST_ENVIRONMENT
     "XPOOL_BIN=$<TARGET_FILE:xpool>"

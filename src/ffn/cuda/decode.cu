@@ -34,6 +34,9 @@
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 #include "ffn/cuda/decode_route.cuh"
 #include "ffn/cuda/decode_stream.cuh"
+#if DECODE_LEAN
+#include "ffn/cuda/candidates/decode_lean.cuh"
+#endif
 
 #define DECODE_LOOKS  64u // polls of the queue between two looks at `stop`
 #define COMMAND_WORDS ((uint32_t)(sizeof(ffn_cuda_command_t) / 8))
@@ -72,6 +75,9 @@ static __device__ __forceinline__ void layer_fetch(decode_state_t &sh, uint32_t 
         layer.unit[0] = unit_bytes(s.hidden * 2);
         layer.unit[1] = unit_bytes(s.intermediate * 2);
         layer.unit[2] = unit_bytes(layer.last_width * 2);
+#if DECODE_PAIRS
+        pairs_describe(&layer);
+#endif
     }
     __syncwarp();
 }
@@ -159,7 +165,14 @@ static __device__ __forceinline__ void layer_phases(decode_shared_t &shared, dec
 {
     decode_state_t &sh = shared.state;
     decode_call_t &call = sh.call;
+#if DECODE_LEAN
+    if (threadIdx.x < 2)
+        sh.phases[threadIdx.x] = phase_of(sh, threadIdx.x != 0);
+    __syncthreads();
+    const decode_phase_t &gate = sh.phases[0], &down = sh.phases[1];
+#else
     const decode_phase_t gate = phase_of(sh, false), down = phase_of(sh, true);
+#endif
     if (!hit || sh.layers[sh.now].signature.experts) {
         cursor_begin(shared, gate, down, &role->cursor, role->policy);
         role->slot = 0;
@@ -167,8 +180,19 @@ static __device__ __forceinline__ void layer_phases(decode_shared_t &shared, dec
 #pragma unroll 1
     for (uint32_t phase = 0; phase < 2; phase++) {
         const uint32_t began = (uint32_t)clock64();
-        phase_run<T, NB>(shared, phase, gate, down, &role->cursor, &role->slot, &role->buffer,
+#if DECODE_PAIRS
+        if (phase && sh.layers[sh.now].signature.experts)
+            pairs_run<T>(shared, down, &role->cursor, &role->slot, role->policy);
+        else
+#endif
+#if DECODE_LEAN
+        if constexpr (NB <= 2)
+            lean_run<T, NB>(shared, phase, gate, down, &role->cursor, &role->slot, &role->buffer,
                             role->policy);
+        else
+#endif
+            phase_run<T, NB>(shared, phase, gate, down, &role->cursor, &role->slot, &role->buffer,
+                             role->policy);
         __syncthreads(); // all threads' values before the arrival
         if (threadIdx.x == 0) {
             if (phase == 0)
@@ -190,6 +214,10 @@ static __device__ __forceinline__ void layer_phases(decode_shared_t &shared, dec
                 sh.layers[sh.now ^ 1].at != next)
                 layer_fetch(sh, sh.now ^ 1, next);
         }
+#if DECODE_PAIRS
+        if (phase == 0 && sh.layers[sh.now].signature.experts)
+            pairs_prepare(sh);
+#endif
         __syncthreads();
     }
 }
@@ -351,8 +379,7 @@ static __device__ __forceinline__ void command_of_lane(decode_state_t &sh,
 static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
                                                    ffn_cuda_queue_t *queue, uint32_t look_ahead)
 {
-    extern __shared__ __align__(128) unsigned char memory[];
-    decode_shared_t &shared = *(decode_shared_t *)memory;
+    decode_shared_t &shared = *(decode_shared_t *)ptx_dynamic_shared();
     decode_state_t &sh = shared.state;
     decode_role_t role;
     role.policy = ptx_policy_stream();
@@ -412,14 +439,17 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
     ptx_copies_wait<0>();
 }
 
-extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1)
-    ffn_decode(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue, uint32_t look_ahead)
+extern "C" __global__ void DECODE_BOUNDS
+    DECODE_NAME(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue, uint32_t look_ahead)
 {
     decode_main(lane, queue, look_ahead);
 }
 #else
-extern "C" __global__ void ffn_decode(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue,
-                                      uint32_t look_ahead)
+#ifndef DECODE_NAME
+#define DECODE_NAME ffn_decode
+#endif
+extern "C" __global__ void DECODE_NAME(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue,
+                                       uint32_t look_ahead)
 {
     __trap();
 }

@@ -7,6 +7,23 @@
 #include "ffn/cuda/ptx.cuh"
 #include "ffn/cuda/route.cuh"
 
+// What a candidate (candidates/) sets before it includes decode.cu; the defaults are what is used.
+#ifndef DECODE_NAME
+#define DECODE_NAME ffn_decode
+#endif
+#ifndef DECODE_BOUNDS
+#define DECODE_BOUNDS __launch_bounds__(DECODE_THREADS, 1)
+#endif
+#ifndef DECODE_PAIRS
+#define DECODE_PAIRS 0 // decode_pairs.cuh: units of the input rows that a warp loads at once; 0: without
+#endif
+#ifndef DECODE_LEAN
+#define DECODE_LEAN 0 // decode_lean.cuh
+#endif
+#ifndef DECODE_PASS_TILES
+#define DECODE_PASS_TILES DECODE_TILES
+#endif
+
 #define DECODE_SLOT_BYTES (16 * DECODE_BYTES)
 #define DECODE_STEPS      (DECODE_BYTES / 64)
 #define DECODE_COPIES     (DECODE_BYTES / 32)  // of 512 bytes, a slot
@@ -41,6 +58,10 @@ struct decode_layer_t {
     uint32_t next;
     uint32_t last_width; // width of the dense or shared part; 0 = none
     uint32_t unit[3];    // bytes of a unit: of `hidden`, of `intermediate`, of `last_width`
+#if DECODE_PAIRS
+    uint32_t piece;     // bytes of the inner dimension of down that a warp takes at a time
+    uint32_t pieces[2]; // of an expert, of the last part
+#endif
 };
 
 // What an Invocation is.
@@ -55,6 +76,14 @@ struct decode_call_t {
     uint64_t began_ns;
 };
 
+// A block's share of a phase.
+struct decode_phase_t {
+    uint32_t first, count; // pairs of rows, or output columns
+    uint32_t base;         // of the first tile: pairs lie in tiles of 8 that do not cross parts
+    uint32_t tiles, passes;
+    uint32_t parts; // sections of the inner dimension
+};
+
 struct decode_state_t {
     decode_call_t call;
     decode_lane_t lanes[FFN_CUDA_MAX_LANES];
@@ -63,13 +92,27 @@ struct decode_state_t {
     uint32_t ahead; // the first copies of layers[now] are under way
     uint32_t ahead_share[2][2];
     uint32_t look_ahead;
-    float router[16][FFN_CUDA_DECODE_ROWS]; // sums of a warp
-    uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];
+#if DECODE_LEAN
+    decode_phase_t phases[2]; // of gate and of down: few registers are left to hold them
+#endif
+    union {
+        float router[16][FFN_CUDA_DECODE_ROWS]; // sums of a warp
+        // As shared.rows_at, where a pass has more tiles; not while experts are chosen.
+        unsigned long long wide_rows_at[DECODE_WARPS][DECODE_PASS_TILES][2];
+    };
+    union {
+        uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];
+        // Once experts are chosen: a row's parts but the last, ascending.
+        uint16_t parts_of_row[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
+    };
     float weight[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
     uint16_t chosen[FFN_CUDA_DECODE_ROWS][FFN_CUDA_MAX_TOP_K];
     uint16_t part_of[FFN_CUDA_MAX_EXPERTS + 1];
     uint32_t mask_of[FFN_CUDA_MAX_EXPERTS + 1]; // rows that chose it
-    float bias[FFN_CUDA_MAX_EXPERTS];
+    union {
+        float bias[FFN_CUDA_MAX_EXPERTS];
+        uint16_t pair_first[FFN_CUDA_MAX_EXPERTS + 1]; // once experts are chosen: pairs before a part's
+    };
     ffn_cuda_part_t parts[FFN_CUDA_MAX_EXPERTS + 1]; // of the current layer of experts
 };
 static_assert(sizeof(decode_state_t) <= DECODE_STATE_BYTES, "DECODE_STATE_BYTES is too small");
@@ -80,14 +123,20 @@ struct decode_shared_t {
     // Rows 0 and 8 of each tile that a warp copies.
     unsigned long long rows_at[DECODE_WARPS][DECODE_TILES][2];
     decode_state_t state;
+
+    __device__ __forceinline__ unsigned long long *tile_at(uint32_t warp, uint32_t tile)
+    {
+        if constexpr (DECODE_PASS_TILES > DECODE_TILES)
+            return state.wide_rows_at[warp][tile];
+        else
+            return rows_at[warp][tile];
+    }
 };
 static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");
 
 static __device__ __forceinline__ uint64_t clock_ns()
 {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
+    return ptx_clock_ns();
 }
 
 // Adds the time since the command was seen; one thread.
@@ -98,14 +147,6 @@ static __device__ __forceinline__ void decode_mark(const decode_call_t &call, ui
 }
 
 // ---- shares --------------------------------------------------------------------------------------
-// A block's share of a phase.
-struct decode_phase_t {
-    uint32_t first, count; // pairs of rows, or output columns
-    uint32_t base;         // of the first tile: pairs lie in tiles of 8 that do not cross parts
-    uint32_t tiles, passes;
-    uint32_t parts; // sections of the inner dimension
-};
-
 static __device__ __forceinline__ uint32_t ceil_div(uint32_t a, uint32_t b)
 {
     return (a + b - 1) / b;
@@ -116,8 +157,7 @@ static __device__ __forceinline__ uint32_t ceil_div(uint32_t a, uint32_t b)
 static __device__ __forceinline__ uint32_t block_number()
 {
     uint32_t number, count;
-    asm("mov.u32 %0, %%smid;" : "=r"(number));
-    asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+    ptx_multiprocessor(&number, &count);
     return count == gridDim.x ? number : blockIdx.x;
 }
 
@@ -136,7 +176,7 @@ static __device__ __forceinline__ decode_phase_t phase_of(const decode_state_t &
     p.tiles = p.count ? ceil_div(p.first + p.count - p.base, down ? 16 : 8) : 0;
     // Only experts' layers have more than 16 rows; a dense one may begin before its rows are known.
     const bool many = layer.signature.experts && call.command.rows > 16;
-    p.passes = ceil_div(p.tiles, many ? DECODE_TILES / 2 : DECODE_TILES);
+    p.passes = ceil_div(p.tiles, many ? DECODE_TILES / 2 : DECODE_PASS_TILES);
     p.parts = down ? call.experts_chosen + (layer.last_width != 0) : 1;
     return p;
 }

@@ -13,7 +13,17 @@ struct decode_cursor_t {
     uint32_t first;       // tile of the pass, in the phase
     uint32_t unit, pass, part, slot;
     bool down, ended;
+#if DECODE_PAIRS
+    bool paired;      // down by pairs: `part` is the section, `first` the tile, `unit` and `bytes`
+    const char *from; // of the section, `size` is the pitch of its rows; what this lane copies
+#endif
+#if DECODE_LEAN
+    uint32_t origin, count; // the pass's first row of weights, counted from the first that is owned
+#endif
 };
+#if DECODE_PAIRS
+#include "ffn/cuda/candidates/decode_pairs.cuh"
+#endif
 
 // Begins the pass, or another part of it.
 static __device__ __forceinline__ void cursor_locate(decode_shared_t &shared,
@@ -28,6 +38,10 @@ static __device__ __forceinline__ void cursor_locate(decode_shared_t &shared,
     c->tile = 0;
     c->bytes = part_bytes(layer, kind);
     c->size = layer.unit[kind];
+#if DECODE_LEAN
+    c->origin = p.base + c->first * (c->down ? 16 : 8) - p.first;
+    c->count = p.count;
+#endif
     __syncwarp(); // all lanes have read what was there
     if (lane < c->live) {
         const char *low, *high;
@@ -43,8 +57,8 @@ static __device__ __forceinline__ void cursor_locate(decode_shared_t &shared,
             low = (const char *)part.gate + along;
             high = (const char *)part.up + along;
         }
-        shared.rows_at[warp][lane][0] = (unsigned long long)low;
-        shared.rows_at[warp][lane][1] = (unsigned long long)high;
+        shared.tile_at(warp, lane)[0] = (unsigned long long)low;
+        shared.tile_at(warp, lane)[1] = (unsigned long long)high;
     }
     __syncwarp();
 }
@@ -54,11 +68,20 @@ static __device__ __forceinline__ void cursor_settle(decode_shared_t &shared,
                                                      const decode_phase_t &gate,
                                                      const decode_phase_t &down, decode_cursor_t *c)
 {
+#if DECODE_PAIRS
+    const decode_state_t &sh = shared.state;
+#endif
     while (!c->ended && c->unit * c->size >= c->bytes) {
         c->unit = threadIdx.x / 32;
         if (!c->down) {
             c->down = ++c->pass >= gate.passes;
             c->pass = c->down ? 0 : c->pass;
+#if DECODE_PAIRS
+            if (c->down && sh.layers[sh.now].signature.experts) {
+                pairs_begin(sh, down, c);
+                return;
+            }
+#endif
         } else if (++c->part >= down.parts) {
             c->part = 0;
             c->pass++;
@@ -69,6 +92,33 @@ static __device__ __forceinline__ void cursor_settle(decode_shared_t &shared,
     }
 }
 
+#if DECODE_LEAN
+// The copies of one slot. low, high: this lane's piece of rows row0 and 8 + row0 of the tile.
+static __device__ __forceinline__ void lean_copies(decode_shared_t &shared, const decode_cursor_t &c,
+                                                   const char *low, const char *high, uint32_t row0,
+                                                   uint32_t piece, uint32_t present, uint64_t policy)
+{
+    static_assert(DECODE_ROWS == 2, "an even number of rows a copy");
+    const int height = c.down ? 16 : 8;
+    const int origin = (int)(c.origin + c.tile * height);
+    const int begin = max(-origin, 0), end = min((int)c.count - origin, height);
+    uint32_t owned = ((1u << end) - 1) & ~((1u << begin) - 1);
+    owned |= c.down ? 0 : owned << 8;
+    owned = piece * 16 < c.size ? owned >> row0 : 0;
+    const uint32_t stride = DECODE_ROWS * c.bytes;
+    // Every other row is moved by 64 bytes, so that reads of two rows fall on all banks.
+    const uint32_t to = ptx_shared(shared.ring[threadIdx.x / 32][c.slot]) + row0 * DECODE_BYTES +
+                        (piece ^ row0 * 4) * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < DECODE_COPIES; i++) {
+        const char *from = i < DECODE_COPIES / 2 ? low : high;
+        const uint64_t rows = i % (DECODE_COPIES / 2);
+        if (owned >> i * 2 & 1)
+            ptx_copy_sixteen(to + i * 512, from + rows * stride, present, policy);
+    }
+}
+#endif
+
 // Starts the copy of the next slot, as one group also where there is none.
 static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
                                                  const decode_phase_t &gate,
@@ -77,13 +127,23 @@ static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row0 = lane / DECODE_PIECES, piece = lane % DECODE_PIECES;
+#if DECODE_PAIRS
+    if (c->paired) {
+        pairs_copy(shared, down, c, policy);
+        return;
+    }
+#endif
     if (!c->ended) {
         const uint32_t along = c->unit * c->size + piece * 16;
         const uint32_t present = along < c->bytes ? 16 : 0; // past the end: zeros
         const uint64_t skip = (uint64_t)row0 * c->bytes + (present ? along : 0);
-        const char *low = (const char *)shared.rows_at[warp][c->tile][0] + skip;
-        const char *high = (const char *)shared.rows_at[warp][c->tile][1] + skip;
-        const uint64_t stride = (uint64_t)DECODE_ROWS * c->bytes;
+        const unsigned long long *const rows_at = shared.tile_at(warp, c->tile);
+        const char *low = (const char *)rows_at[0] + skip;
+        const char *high = (const char *)rows_at[1] + skip;
+        [[maybe_unused]] const uint64_t stride = (uint64_t)DECODE_ROWS * c->bytes;
+#if DECODE_LEAN
+        lean_copies(shared, *c, low, high, row0, piece, present, policy);
+#else
         // Rows that this block does not own are left as they are: nobody looks at their sums.
         const uint32_t first = c->down ? down.first : gate.first;
         const uint32_t count = piece * 16 < c->size ? (c->down ? down.count : gate.count) : 0;
@@ -105,6 +165,7 @@ static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
             if ((upper ? v_high : v) + n * DECODE_ROWS < count)
                 ptx_copy_sixteen(at, (upper ? high : low) + n * stride, present, policy);
         }
+#endif
         if (++c->tile == c->live) {
             c->tile = 0;
             c->unit += DECODE_WARPS;
@@ -126,6 +187,12 @@ static __device__ __forceinline__ void cursor_begin(decode_shared_t &shared,
     c->down = gate.passes == 0;
     c->ended = c->down && down.passes == 0;
     c->bytes = c->size = 0;
+#if DECODE_PAIRS
+    c->paired = false;
+    if (c->down && shared.state.layers[shared.state.now].signature.experts)
+        pairs_begin(shared.state, down, c);
+    else
+#endif
     if (!c->ended) {
         cursor_locate(shared, phase_pick(c->down, gate, down), c);
         cursor_settle(shared, gate, down, c);

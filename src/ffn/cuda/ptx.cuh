@@ -13,6 +13,25 @@ static __device__ __forceinline__ uint32_t ptx_shared(const void *pointer)
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+// The block's shared memory, whose size the launch gives.
+static __device__ __forceinline__ unsigned char *ptx_dynamic_shared()
+{
+    extern __shared__ __align__(128) unsigned char memory[];
+    return memory;
+}
+static __device__ __forceinline__ uint64_t ptx_clock_ns()
+{
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+// This multiprocessor's number, and how many numbers there are.
+static __device__ __forceinline__ void ptx_multiprocessor(uint32_t *number, uint32_t *count)
+{
+    asm("mov.u32 %0, %%smid;" : "=r"(*number));
+    asm("mov.u32 %0, %%nsmid;" : "=r"(*count));
+}
+
 // ---- orders on words of global memory ----------------------------------------------------------
 static __device__ __forceinline__ uint64_t ptx_load_acquire(const uint64_t *word)
 {

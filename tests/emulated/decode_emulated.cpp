@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: MIT
+// The decode kernel, whole, without a GPU: src/ffn/cuda/decode.cu, or a candidate for it, over
+// emulated.h, against sums in double. Layers of all kinds, any number of rows, uneven shares, the
+// resident kernel over a filled queue; copies that arrive early, late and mixed, threads in random
+// order.
+//
+// usage: decode_emulated [SEED]
+#include "emulated.h"
+
+#include DECODE_SOURCE
+
+#include "../cuda/ffn_device.h"
+
+typedef std::vector<unsigned char> bytes_t;
+
+struct shape_t {
+    ffn_cuda_signature_t signature;
+    bool bias;
+};
+
+struct part_t {
+    uint32_t width;
+    bytes_t matrix[3];
+    std::vector<float> value[3];
+};
+
+struct layer_t {
+    std::vector<part_t> parts;
+    std::vector<ffn_cuda_part_t> table;
+    bytes_t router;
+    std::vector<float> router_value, bias;
+};
+
+static ffn_cuda_signature_t signature;
+static std::vector<layer_t> layers;
+static std::vector<ffn_cuda_layer_t> layer_table;
+static bytes_t workspace;
+static uint32_t compared, unfair;
+static double worst;
+
+static uint16_t pack(float value, uint32_t dtype)
+{
+    uint16_t bits;
+    if (dtype == FFN_CUDA_BF16)
+        return ptx_from_float<__nv_bfloat16>(value).bits;
+    const _Float16 half = (_Float16)value;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+
+static float unpack(uint16_t bits, uint32_t dtype)
+{
+    _Float16 half;
+    if (dtype == FFN_CUDA_BF16)
+        return __uint_as_float((uint32_t)bits << 16);
+    memcpy(&half, &bits, 2);
+    return (float)half;
+}
+
+// Values as rounded, and their bytes, aligned to 16 by the allocator.
+static void fill(uint64_t count, uint64_t seed, float scale, uint32_t dtype, bytes_t *bytes,
+                 std::vector<float> *values)
+{
+    values->resize(count);
+    bytes->resize(count * (dtype == FFN_CUDA_F32 ? 4 : 2));
+    for (uint64_t i = 0; i < count; i++) {
+        const float value = ffn_kit_value(seed, i) * scale;
+        if (dtype == FFN_CUDA_F32) {
+            (*values)[i] = value;
+            memcpy(bytes->data() + i * 4, &value, 4);
+        } else {
+            const uint16_t bits = pack(value, dtype);
+            (*values)[i] = unpack(bits, dtype);
+            memcpy(bytes->data() + i * 2, &bits, 2);
+        }
+    }
+    emulated_allow(bytes->data(), bytes->size());
+}
+
+static void model_make(const shape_t &shape, uint32_t layer_count, uint64_t seed)
+{
+    const ffn_cuda_signature_t &s = signature = shape.signature;
+    emulated_forbid_all();
+    emulated_allow(&signature, sizeof(signature));
+    layers.assign(layer_count, {});
+    layer_table.assign(layer_count, {});
+    emulated_allow(layer_table.data(), layer_count * sizeof(layer_table[0]));
+    for (uint32_t l = 0; l < layer_count; l++) {
+        layer_t &layer = layers[l];
+        const uint32_t count = s.experts ? s.experts + (s.shared_intermediate != 0) : 1;
+        layer.parts.resize(count);
+        for (uint32_t p = 0; p < count; p++) {
+            part_t &part = layer.parts[p];
+            part.width = s.experts && p == s.experts ? s.shared_intermediate : s.intermediate;
+            for (uint32_t i = 0; i < 3; i++)
+                fill((uint64_t)part.width * s.hidden, seed + (l * 1024 + p) * 8 + i,
+                     2.5f / sqrtf((float)(i == 2 ? part.width : s.hidden)), s.dtype,
+                     &part.matrix[i], &part.value[i]);
+            layer.table.push_back(
+                {part.matrix[0].data(), part.matrix[1].data(), part.matrix[2].data()});
+        }
+        emulated_allow(layer.table.data(), count * sizeof(layer.table[0]));
+        fill((uint64_t)s.experts * s.hidden, seed + (l * 1024 + 1000) * 8 + 3,
+             2.5f / sqrtf((float)s.hidden), s.router_dtype, &layer.router, &layer.router_value);
+        layer.bias.resize(s.experts);
+        for (uint32_t e = 0; e < s.experts; e++)
+            layer.bias[e] = 0.2f * ffn_kit_value(seed + (l * 1024 + 1000) * 8 + 4, e);
+        emulated_allow(layer.bias.data(), s.experts * 4);
+        layer_table[l].signature = &signature;
+        layer_table[l].parts = layer.table.data();
+        layer_table[l].router = layer.router.data();
+        layer_table[l].bias = shape.bias ? layer.bias.data() : NULL;
+        layer_table[l].next = (l + 1) % layer_count;
+    }
+}
+
+static double dot(const float *x, const float *w, uint32_t count)
+{
+    double sum = 0;
+    for (uint32_t i = 0; i < count; i++)
+        sum += (double)x[i] * w[i];
+    return sum;
+}
+
+// False: which experts are chosen hangs on the last bits.
+static bool choose(const layer_t &layer, const float *x,
+                   std::vector<std::pair<uint32_t, double>> *out)
+{
+    const ffn_cuda_signature_t &s = signature;
+    std::vector<double> score(s.experts);
+    std::vector<std::pair<double, uint32_t>> order;
+    double most = -1e30, sum = 0;
+    for (uint32_t e = 0; e < s.experts; e++) {
+        score[e] = dot(x, layer.router_value.data() + (uint64_t)e * s.hidden, s.hidden);
+        most = std::max(most, score[e]);
+    }
+    for (uint32_t e = 0; e < s.experts; e++) {
+        score[e] = s.router ? 1 / (1 + exp(-score[e])) : exp(score[e] - most);
+        sum += score[e];
+    }
+    for (uint32_t e = 0; e < s.experts; e++) {
+        score[e] /= s.router ? 1 : sum;
+        order.push_back(
+            {-(score[e] + (layer_table[&layer - layers.data()].bias ? layer.bias[e] : 0)), e});
+    }
+    std::sort(order.begin(), order.end());
+    double total = 0;
+    for (uint32_t k = 0; k < s.top_k; k++)
+        total += score[order[k].second];
+    for (uint32_t k = 0; k < s.top_k; k++)
+        out->push_back(
+            {order[k].second, score[order[k].second] / (s.normalize ? total : 1) * s.routed_scale});
+    return s.top_k == s.experts ||
+           order[s.top_k].first - order[s.top_k - 1].first > 2e-6 * fabs(order[s.top_k].first);
+}
+
+static bool reference(const layer_t &layer, const float *x, std::vector<double> *output)
+{
+    const ffn_cuda_signature_t &s = signature;
+    std::vector<std::pair<uint32_t, double>> parts;
+    bool fair = true;
+    output->assign(s.hidden, 0);
+    if (s.experts)
+        fair = choose(layer, x, &parts);
+    if (!s.experts || s.shared_intermediate)
+        parts.push_back({s.experts, 1});
+    for (const auto &chosen : parts) {
+        const part_t &part = layer.parts[chosen.first];
+        std::vector<float> act(part.width);
+        for (uint32_t i = 0; i < part.width; i++) {
+            const double gate = dot(x, &part.value[0][(uint64_t)i * s.hidden], s.hidden);
+            const double up = dot(x, &part.value[1][(uint64_t)i * s.hidden], s.hidden);
+            const double inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate);
+            act[i] = (float)(chosen.second * (s.activation ? 0.5 * gate * (1 + tanh(inner)) * up
+                                                           : gate / (1 + exp(-gate)) * up));
+        }
+        for (uint32_t h = 0; h < s.hidden; h++)
+            (*output)[h] += dot(act.data(), &part.value[2][(uint64_t)h * part.width], part.width);
+    }
+    return fair;
+}
+
+// ---- Lanes
+// ---------------------------------------------------------------------------------------
+struct lane_t {
+    ffn_cuda_lane_t lane;
+    bytes_t input, output, partial, activations;
+    std::vector<float> values;
+    std::vector<uint64_t> logits;
+    ffn_cuda_meeting_t meeting;
+    uint32_t shares[2][FFN_CUDA_MAX_BLOCKS + 1], cycles[2][FFN_CUDA_MAX_BLOCKS];
+};
+
+// Not moved afterwards.
+static void lane_make(lane_t *l, uint32_t layer, uint32_t rows, bool partial, uint64_t seed)
+{
+    const ffn_cuda_signature_t &s = signature;
+    const uint32_t chosen = s.experts ? std::min(32 * s.top_k, s.experts) : 1;
+    const uint64_t pitch =
+        (uint64_t)chosen * s.intermediate + (s.experts ? s.shared_intermediate : 0);
+    memset((void *)&l->lane, 0, sizeof(l->lane));
+    memset((void *)&l->meeting, 0, sizeof(l->meeting));
+    memset(l->shares, 0, sizeof(l->shares));
+    fill((uint64_t)rows * s.hidden, seed, 1.0f, s.dtype, &l->input, &l->values);
+    l->output.assign((uint64_t)rows * s.hidden * 2, 0xff);
+    l->partial.assign((uint64_t)rows * s.hidden * 4, 0xff);
+    l->activations.assign(32 * pitch * 2, 0xff);
+    l->logits.assign(32 * (s.experts + 1), 0);
+    emulated_allow(l->activations.data(), l->activations.size());
+    emulated_allow(l->logits.data(), l->logits.size() * 8);
+    emulated_allow(&l->meeting, sizeof(l->meeting));
+    l->lane.layers = layer_table.data();
+    l->lane.layer = layer;
+    l->lane.rows = rows;
+    l->lane.input = l->input.data();
+    l->lane.output = partial ? NULL : l->output.data();
+    l->lane.partial = partial ? (float *)l->partial.data() : NULL;
+    l->lane.workspace.meeting = &l->meeting;
+    l->lane.workspace.shares = l->shares;
+    l->lane.workspace.cycles = l->cycles;
+    l->lane.workspace.logits = l->logits.data();
+    l->lane.workspace.decode_activations = l->activations.data();
+    l->lane.workspace.decode_pitch = pitch;
+}
+
+static void uneven(lane_t *l, uint32_t blocks)
+{
+    for (uint32_t phase = 0; phase < 2; phase++) {
+        uint64_t sum = 0, at = 0;
+        for (uint32_t i = 0; i < blocks; i++)
+            sum += 10 + (i * 7919 + phase) % 11;
+        for (uint32_t i = 0; i < blocks; i++) {
+            l->shares[phase][i] = (uint32_t)(at * FFN_CUDA_SHARE_ONE / sum);
+            at += 10 + (i * 7919 + phase) % 11;
+        }
+        l->shares[phase][blocks] = FFN_CUDA_SHARE_ONE;
+    }
+}
+
+static void launch(lane_t *l, uint32_t blocks, emulated_copies_t copies, uint64_t order)
+{
+    emulated_run(blocks, DECODE_THREADS, DECODE_SHARED_BYTES, copies, order,
+                 [l] { DECODE_NAME(&l->lane, NULL, 0); });
+}
+
+static void compare(const lane_t &l, const char *what)
+{
+    const ffn_cuda_signature_t &s = signature;
+    for (uint32_t row = 0; row < l.lane.rows; row++) {
+        std::vector<double> want;
+        double error = 0, size = 0;
+        if (!reference(layers[l.lane.layer], &l.values[(uint64_t)row * s.hidden], &want)) {
+            unfair++;
+            continue;
+        }
+        for (uint32_t h = 0; h < s.hidden; h++) {
+            const uint64_t at = (uint64_t)row * s.hidden + h;
+            const double got = l.lane.output
+                                   ? unpack(((const uint16_t *)l.output.data())[at], s.dtype)
+                                   : ((const float *)l.partial.data())[at];
+            error += (got - want[h]) * (got - want[h]);
+            size += want[h] * want[h];
+        }
+        const double limit = s.dtype == FFN_CUDA_BF16 ? 4e-3 : 6e-4;
+        error = sqrt(error / size);
+        EMULATED_CHECK(error <= limit,
+                       "%s: hidden %u width %u experts %u top %u shared %u rows %u: row %u is off "
+                       "by %.2e",
+                       what, s.hidden, s.intermediate, s.experts, s.top_k, s.shared_intermediate,
+                       l.lane.rows, row, error);
+        compared++;
+        worst = std::max(worst, error / limit);
+    }
+}
+
+static void test_launches(uint32_t blocks, uint64_t seed)
+{
+    const ffn_cuda_signature_t &s = signature;
+    static const uint32_t counts[] = {1, 3, 8, 9, 16, 27, 32};
+    const uint32_t most = s.experts ? FFN_CUDA_DECODE_ROWS : FFN_CUDA_DENSE_ROWS;
+    for (uint32_t i = (uint32_t)seed % 2; i < 7 && counts[i] <= most; i += 2) {
+        const emulated_copies_t copies = (emulated_copies_t)((i + seed) % 3);
+        lane_t all, one;
+        lane_make(&all, i % layers.size(), counts[i], false, seed + 100 + i);
+        launch(&all, blocks, copies, seed + i);
+        compare(all, "launch");
+        // A row gives the same bits alone, with other shares, other blocks, another order.
+        const uint32_t row = counts[i] * 7 / 9;
+        lane_make(&one, i % layers.size(), counts[i], false, seed + 100 + i);
+        one.lane.input = (const char *)one.lane.input + (uint64_t)row * s.hidden * 2;
+        one.lane.rows = 1;
+        uneven(&one, blocks + 1);
+        launch(&one, blocks + 1, (emulated_copies_t)((copies + 1) % 3), seed + 50 + i);
+        EMULATED_CHECK(
+            memcmp(one.output.data(), &all.output[(uint64_t)row * s.hidden * 2], s.hidden * 2) == 0,
+            "hidden %u width %u experts %u rows %u: row %u alone has other bits", s.hidden,
+            s.intermediate, s.experts, counts[i], row);
+    }
+}
+
+static void test_resident(uint32_t blocks, bool look_ahead, uint64_t seed)
+{
+    enum { LANES = 5 };
+    static const uint32_t rows[LANES] = {1, 16, 0, 7, 12};
+    static ffn_cuda_queue_t queue;
+    lane_t lanes[LANES];
+    memset((void *)&queue, 0, sizeof(queue));
+    emulated_allow(&queue, sizeof(queue));
+    for (uint32_t i = 0; i < LANES; i++) {
+        lane_make(&lanes[i], (uint32_t)((i + i / 4) % layers.size()), rows[i], i % 2,
+                  seed + 300 + i);
+        if (i % 2)
+            uneven(&lanes[i], blocks);
+    }
+    for (uint32_t i = 0; i <= 2 * LANES; i++) {
+        ffn_cuda_command_t &command = queue.entries[i];
+        command.sequence = i + 1;
+        if (i == 2 * LANES)
+            break;
+        lane_t &l = lanes[i % LANES];
+        command.lane = &l.lane;
+        command.layers = l.lane.layers;
+        command.input = l.lane.input;
+        command.output = l.lane.output;
+        command.partial = l.lane.partial;
+        command.layer = l.lane.layer;
+        command.rows = l.lane.rows;
+        command.lane_number = i % 2; // two Lanes may have one number
+    }
+    emulated_run(blocks, DECODE_THREADS, DECODE_SHARED_BYTES, (emulated_copies_t)(seed % 3), seed,
+                 [look_ahead] { DECODE_NAME(NULL, &queue, look_ahead); });
+    EMULATED_CHECK(queue.answered == 2 * LANES, "%llu answers", (unsigned long long)queue.answered);
+    for (uint32_t i = 0; i < LANES; i++)
+        compare(lanes[i], look_ahead ? "resident, looking ahead" : "resident");
+}
+
+static ffn_cuda_signature_t dense(uint32_t hidden, uint32_t width, uint32_t dtype)
+{
+    ffn_cuda_signature_t s = {};
+    s.hidden = hidden;
+    s.intermediate = width;
+    s.dtype = dtype;
+    s.routed_scale = 1.0f;
+    return s;
+}
+
+static ffn_cuda_signature_t moe(uint32_t hidden, uint32_t width, uint32_t experts, uint32_t top_k,
+                                uint32_t shared)
+{
+    ffn_cuda_signature_t s = dense(hidden, width, FFN_CUDA_BF16);
+    s.experts = experts;
+    s.top_k = top_k;
+    s.normalize = shared == 0;
+    s.groups = s.top_groups = 1;
+    s.shared_intermediate = shared;
+    return s;
+}
+
+int main(int count, char **arguments)
+{
+    const uint64_t seed = count > 1 ? strtoull(arguments[1], NULL, 10) : 1;
+    std::vector<std::pair<shape_t, uint32_t>> shapes = {
+        {{dense(256, 512, FFN_CUDA_BF16), false}, 3},
+        {{dense(136, 88, FFN_CUDA_F16), false}, 12},
+        {{dense(1032, 328, FFN_CUDA_BF16), false}, 2},
+        {{dense(64, 2600, FFN_CUDA_F16), false}, 4}, // several passes and rounds
+        {{dense(520, 8, FFN_CUDA_BF16), false}, 5},
+        {{moe(128, 64, 8, 2, 0), false}, 3},
+        {{moe(192, 72, 16, 4, 72), true}, 5}, // as GLM: sigmoid, bias, FP32 router
+        {{moe(264, 136, 40, 1, 0), false}, 7},
+        {{moe(128, 1608, 5, 2, 1608), false}, 3}, // parts in pieces
+        {{moe(256, 128, 24, 6, 256), false}, 4},  // as DeepSeek-V2
+        {{moe(136, 72, 8, 8, 0), false}, 9},      // all choose all
+        {{moe(64, 40, 96, 22, 48), false}, 2},    // several windows
+        {{moe(136, 64, 72, 8, 0), false}, 6},
+    };
+    shapes[2].first.signature.activation = 1;
+    shapes[6].first.signature.router = 1;
+    shapes[6].first.signature.router_dtype = FFN_CUDA_F32;
+    shapes[6].first.signature.routed_scale = 1.8f;
+    shapes[10].first.signature.dtype = FFN_CUDA_F16;
+    shapes[10].first.signature.router_dtype = FFN_CUDA_F16;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    for (size_t i = 0; i < shapes.size(); i++) {
+        const ffn_cuda_signature_t &s = shapes[i].first.signature;
+        model_make(shapes[i].first, 2, seed * 1000000 + i * 10000);
+        test_launches(shapes[i].second, seed * 77 + i);
+        for (uint32_t ahead = 0; ahead < 2; ahead++)
+            test_resident(shapes[i].second, ahead != 0, seed * 99 + i * 2 + ahead);
+        printf("hidden %u width %u experts %u top %u shared %u: right\n", s.hidden, s.intermediate,
+               s.experts, s.top_k, s.shared_intermediate);
+    }
+    printf("%u rows compared, %u not comparable, largest error %.2f of the tolerance\n", compared,
+           unfair, worst);
+    return compared == 0 || unfair * 10 > compared;
+}
