@@ -540,6 +540,7 @@ static answer_t self_marked(self_t *self, uint32_t rows, uint32_t count)
     stage_client_marked(self->client, &way);
     if (rows > way.rows || direct)
         return answer_of(xp_fail(XP_UNSUPPORTED, "%u rows by a marked way of %u", rows, way.rows));
+    parts.patience.limit_ns = 10 * XP_NS_PER_S;
     self_live(self, rows);
     role_wait(&self->role, self->role.stream, 10);
     role_zero(&self->role, self->role.wrong, 4);
@@ -549,7 +550,7 @@ static answer_t self_marked(self_t *self, uint32_t rows, uint32_t count)
                           &parts.state,
                           &live,
                           &count,
-                          &parts.life_word,
+                          &parts.patience,
                           &self->role.samples,
                           &kept,
                           &self->role.wrong};

@@ -130,7 +130,8 @@ extern "C" __global__ void
 stage_test_marked_trips(const __grid_constant__ stage_put_t put,
                         const __grid_constant__ stage_marked_way_t way,
                         const mailbox_arena_t *arena, transport_device_state_t *state,
-                        const transport_live_t *live, uint32_t count, const uint32_t *life,
+                        const transport_live_t *live, uint32_t count,
+                        const __grid_constant__ transport_patience_t patience,
                         uint32_t *samples_ns, uint32_t sample_limit, uint32_t *wrong)
 {
     enum { LOADS = 4, ROUND = 64, LIFE_ANSWERED_NS = 1000000 };
@@ -177,6 +178,8 @@ stage_test_marked_trips(const __grid_constant__ stage_put_t put,
             stage_marked_store(to + v, pair[0], pair[1], mark);
         }
         uint32_t looks = 0;
+        transport_clock_t clock;
+        transport_device_wait_start(&clock, start);
         for (uint32_t base = thread; base < vecs && !over; base += LOADS * threads) {
             stage_marked_t part[LOADS];
             int there;
@@ -192,8 +195,7 @@ stage_test_marked_trips(const __grid_constant__ stage_put_t put,
                 if (!there && ++looks % ROUND == 0) {
                     transport_device_state_t mine = {0};
                     if (stage_device_wait_closed(arena, &mine) ||
-                        transport_device_wait_life(life, &mine, transport_clock_ns() - start,
-                                                   10000000000ull))
+                        transport_device_wait_life(&patience, &mine, &clock, transport_clock_ns()))
                         over = mine.status;
                 }
             } while (!there && !over);
@@ -218,7 +220,7 @@ stage_test_marked_trips(const __grid_constant__ stage_put_t put,
             // Answers that come at once leave no wait in which our own end would be seen.
             if (end - looked >= LIFE_ANSWERED_NS) {
                 looked = end;
-                if (life_word_look(life))
+                if (life_word_look((const uint32_t *)(uintptr_t)patience.life))
                     over = XP_CANCELLED;
             }
         }
