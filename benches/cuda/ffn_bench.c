@@ -11,19 +11,12 @@
 #include <math.h>
 #include <string.h>
 
+#include "ffn_bench.h"
 #include "ffn_candidates.h"
-#include "ffn_kit.h"
 
-enum { REPEATS = 7, MAX_LANES = 32, SAMPLES = 2048 };
+enum { REPEATS = 7, SAMPLES = 2048 };
 
-typedef struct bench_lanes {
-    ffn_cuda_lane_t lane[MAX_LANES];
-    cuda_address_t at[MAX_LANES], input[MAX_LANES], output, workspace;
-    cuda_address_t paired[MAX_LANES]; /* the same Lanes, with stages that are copied in pairs */
-    uint32_t count;
-} bench_lanes_t;
-
-static double copy_rate; /* bytes read plus bytes written, a second */
+double bench_copy_rate; /* bytes read plus bytes written, a second */
 static bool quick;
 static uint32_t sample_count = SAMPLES; /* of a resident series */
 
@@ -39,7 +32,7 @@ static int compare_samples(const void *a, const void *b)
     return left < right ? -1 : left > right;
 }
 
-static double median(double *values, uint32_t count)
+double bench_median(double *values, uint32_t count)
 {
     qsort(values, count, sizeof(*values), compare_doubles);
     return values[count / 2];
@@ -54,8 +47,8 @@ static void number(char *text, size_t bytes, double value)
 }
 
 /* NAN: null. */
-static void row(const char *metric, double value, const char *unit, double floor, double peer,
-                const char *target, const char *note)
+void bench_row(const char *metric, double value, const char *unit, double floor, double peer,
+               const char *target, const char *note)
 {
     char floor_text[32], peer_text[32];
     number(floor_text, sizeof(floor_text), floor);
@@ -66,12 +59,12 @@ static void row(const char *metric, double value, const char *unit, double floor
            target ? "\"" : "", note);
 }
 
-static void begin(ffn_kit_t *kit)
+void bench_begin(ffn_kit_t *kit)
 {
     CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->start, kit->stream));
 }
 
-static double end_us(ffn_kit_t *kit)
+double bench_end_us(ffn_kit_t *kit)
 {
     CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->end, kit->stream));
     ffn_kit_wait(kit, kit->stream);
@@ -85,23 +78,23 @@ static void measure_copy(ffn_kit_t *kit)
     double times[REPEATS];
     ffn_kit_fill(kit, from, bytes / 2, 5, 1.0f, FFN_CUDA_BF16);
     for (uint32_t i = 0; i < REPEATS + 2; i++) {
-        begin(kit);
+        bench_begin(kit);
         for (uint32_t j = 0; j < 3; j++)
             CHECK_OK(
                 CUDA_CALL(kit->device.driver, cuMemcpyDtoDAsync, to, from, bytes, kit->stream));
-        const double us = end_us(kit) / 3;
+        const double us = bench_end_us(kit) / 3;
         if (i >= 2)
             times[i - 2] = us;
     }
-    copy_rate = 2.0 * (double)bytes / median(times, REPEATS) * 1e6;
-    row("ffn.copy_tb_s", copy_rate / 1e12, "TB/s", NAN, NAN, NULL,
-        "device copy, bytes read plus bytes written");
+    bench_copy_rate = 2.0 * (double)bytes / bench_median(times, REPEATS) * 1e6;
+    bench_row("ffn.copy_tb_s", bench_copy_rate / 1e12, "TB/s", NAN, NAN, NULL,
+              "device copy, bytes read plus bytes written");
     ffn_kit_free(kit, to);
     ffn_kit_free(kit, from);
 }
 
-static void lanes_make(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t count, uint32_t max_rows,
-                       uint32_t bulk, bench_lanes_t *l)
+void bench_lanes_make(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t count, uint32_t max_rows,
+                      uint32_t bulk, bench_lanes_t *l)
 {
     const uint64_t elements = (uint64_t)max_rows * m->signature.hidden;
     ffn_cuda_limits_t limits = {.bulk_rows = bulk};
@@ -128,7 +121,7 @@ static void lanes_make(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t count,
     }
 }
 
-static void lanes_rows(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows)
+void bench_lanes_rows(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows)
 {
     for (uint32_t i = 0; i < l->count; i++) {
         l->lane[i].rows = rows;
@@ -139,7 +132,7 @@ static void lanes_rows(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows)
     }
 }
 
-static void lanes_free(ffn_kit_t *kit, bench_lanes_t *l)
+void bench_lanes_free(ffn_kit_t *kit, bench_lanes_t *l)
 {
     for (uint32_t i = 0; i < l->count; i++) {
         ffn_kit_free(kit, l->at[i]);
@@ -201,14 +194,14 @@ static double decode_graph_us(ffn_kit_t *kit, bench_lanes_t *l)
         CHECK_OK(ffn_cuda_decode(&kit->kernels, l->at[i % l->count], kit->stream));
     CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
     for (uint32_t i = 0; i < REPEATS + 2; i++) {
-        begin(kit);
+        bench_begin(kit);
         CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
-        const double us = end_us(kit) / launches;
+        const double us = bench_end_us(kit) / launches;
         if (i >= 2)
             times[i - 2] = us;
     }
     cuda_graph_destroy(&kit->device, graph);
-    return median(times, REPEATS);
+    return bench_median(times, REPEATS);
 }
 
 /* Median and P99 of post to answer, and the mean over all, pauses left out; through the resident
@@ -255,7 +248,7 @@ static ffn_cuda_signature_t signature_dense(void)
         .hidden = 5120, .intermediate = 17408, .dtype = FFN_CUDA_BF16, .routed_scale = 1.0f};
 }
 
-static ffn_cuda_signature_t signature_moe(void)
+ffn_cuda_signature_t bench_signature_moe(void)
 {
     return (ffn_cuda_signature_t){.hidden = 2048,
                                   .intermediate = 768,
@@ -276,8 +269,8 @@ static void bench_dense_decode(ffn_kit_t *kit)
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, &s, 6, 1, false, &m);
-    lanes_make(kit, &m, 6, FFN_CUDA_DENSE_ROWS, 0, &l);
-    lanes_rows(kit, &l, 1);
+    bench_lanes_make(kit, &m, 6, FFN_CUDA_DENSE_ROWS, 0, &l);
+    bench_lanes_rows(kit, &l, 1);
     const double equal = decode_graph_us(kit, &l);
     lanes_calibrate(kit, &l);
     printf("# captured launches, 1 row: %.2f us with equal shares, %.2f with fitted ones\n", equal,
@@ -287,8 +280,8 @@ static void bench_dense_decode(ffn_kit_t *kit)
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         char metric[96], note[200];
         const char *target = counts[i] == 1 ? ">= 0.95" : (counts[i] == 16 ? ">= 0.90" : NULL);
-        lanes_rows(kit, &l, counts[i]);
-        const double floor_us = bytes / copy_rate * 1e6;
+        bench_lanes_rows(kit, &l, counts[i]);
+        const double floor_us = bytes / bench_copy_rate * 1e6;
         const double graph = decode_graph_us(kit, &l);
         const resident_times_t plain = resident_us(kit, &l, false, 0);
         const resident_times_t ahead = resident_us(kit, &l, true, 0);
@@ -298,35 +291,35 @@ static void bench_dense_decode(ffn_kit_t *kit)
             note, sizeof(note),
             "resident kernel, mailbox included, no look-ahead: mean %.2f us, P50 %.2f, P99 %.2f",
             plain.mean_us, plain.p50_us, plain.p99_us);
-        row(metric, floor_us / plain.mean_us, "ratio", 1.0, NAN, target, note);
+        bench_row(metric, floor_us / plain.mean_us, "ratio", 1.0, NAN, target, note);
         snprintf(metric, sizeof(metric), "ffn.dense.decode%u.look_ahead_copy_fraction", counts[i]);
         snprintf(note, sizeof(note),
                  "the next layer's first weights load ahead: back to back mean "
                  "%.2f us, P99 %.2f; with 20 us between: mean %.2f",
                  ahead.mean_us, ahead.p99_us, paused.mean_us);
-        row(metric, floor_us / ahead.mean_us, "ratio", 1.0, NAN, NULL, note);
+        bench_row(metric, floor_us / ahead.mean_us, "ratio", 1.0, NAN, NULL, note);
         snprintf(metric, sizeof(metric), "ffn.dense.decode%u.graph_copy_fraction", counts[i]);
         snprintf(note, sizeof(note), "captured launches, %.2f us a layer", graph);
-        row(metric, floor_us / graph, "ratio", 1.0, NAN, NULL, note);
+        bench_row(metric, floor_us / graph, "ratio", 1.0, NAN, NULL, note);
     }
-    lanes_free(kit, &l);
+    bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
 }
 
 static void bench_moe_decode(ffn_kit_t *kit)
 {
     static const uint32_t counts[] = {1, 2, 4, 8, 16, 32};
-    const ffn_cuda_signature_t s = signature_moe();
+    const ffn_cuda_signature_t s = bench_signature_moe();
     const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, &s, 4, 2, false, &m);
-    lanes_make(kit, &m, MAX_LANES, FFN_CUDA_DECODE_ROWS, 0, &l);
+    bench_lanes_make(kit, &m, MAX_LANES, FFN_CUDA_DECODE_ROWS, 0, &l);
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         char metric[96], note[200];
         /* Distinct experts of random rows, as counted over the Lanes. */
         double experts = 0;
-        lanes_rows(kit, &l, counts[i]);
+        bench_lanes_rows(kit, &l, counts[i]);
         if (counts[i] == 1) {
             experts = s.top_k;
         } else {
@@ -342,7 +335,7 @@ static void bench_moe_decode(ffn_kit_t *kit)
                 }
             }
         }
-        const double floor_us = experts * expert_bytes / copy_rate * 1e6;
+        const double floor_us = experts * expert_bytes / bench_copy_rate * 1e6;
         const double graph = decode_graph_us(kit, &l);
         const resident_times_t plain = resident_us(kit, &l, false, 0);
         snprintf(metric, sizeof(metric), "ffn.moe.decode%u.floor_ratio", counts[i]);
@@ -350,13 +343,13 @@ static void bench_moe_decode(ffn_kit_t *kit)
             note, sizeof(note),
             "resident, mailbox included: mean %.2f us, P50 %.2f, P99 %.2f; %.1f experts a layer",
             plain.mean_us, plain.p50_us, plain.p99_us, experts);
-        row(metric, plain.mean_us / floor_us, "ratio", 1.0, NAN, counts[i] == 1 ? "<= 1.3" : NULL,
-            note);
+        bench_row(metric, plain.mean_us / floor_us, "ratio", 1.0, NAN,
+                  counts[i] == 1 ? "<= 1.3" : NULL, note);
         snprintf(metric, sizeof(metric), "ffn.moe.decode%u.graph_floor_ratio", counts[i]);
         snprintf(note, sizeof(note), "captured launches, %.2f us a layer", graph);
-        row(metric, graph / floor_us, "ratio", 1.0, NAN, NULL, note);
+        bench_row(metric, graph / floor_us, "ratio", 1.0, NAN, NULL, note);
     }
-    lanes_free(kit, &l);
+    bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
 }
 
@@ -376,73 +369,73 @@ static void bench_dense_prefill(ffn_kit_t *kit)
         return;
     }
     ffn_kit_model_make(kit, &s, LAYERS, 3, false, &m);
-    lanes_make(kit, &m, LAYERS, ROWS, ROWS, &l);
-    lanes_rows(kit, &l, ROWS);
+    bench_lanes_make(kit, &m, LAYERS, ROWS, ROWS, &l);
+    bench_lanes_rows(kit, &l, ROWS);
     CHECK_OK(ffn_library_plan_make(library, &s, ROWS, 0, &plan));
     cuda_address_t scratch = ffn_kit_alloc(kit, ffn_library_scratch_bytes(plan));
     const uint64_t elements = (uint64_t)ROWS * s.intermediate;
     for (uint32_t i = 0; i < REPEATS + 2; i++) {
         const uint32_t at = i < 2 ? 0 : i - 2;
-        begin(kit);
+        bench_begin(kit);
         for (uint32_t layer = 0; layer < LAYERS; layer++)
             CHECK_OK(ffn_library_run(plan, &m.part[layer], l.input[layer], l.output, 0, scratch,
                                      kit->stream));
-        times[at] = end_us(kit) / LAYERS;
-        begin(kit);
+        times[at] = bench_end_us(kit) / LAYERS;
+        bench_begin(kit);
         for (uint32_t layer = 0; layer < LAYERS; layer++)
             CHECK_OK(ffn_cuda_activate(&kit->kernels, scratch, scratch + elements * 2, elements,
                                        FFN_CUDA_BF16, 0, kit->stream));
-        act[at] = end_us(kit) / LAYERS;
-        begin(kit);
+        act[at] = bench_end_us(kit) / LAYERS;
+        bench_begin(kit);
         for (uint32_t layer = 0; layer < LAYERS; layer++)
             CHECK_OK(ffn_cuda_bulk(&kit->kernels, &s, ROWS, 0, l.at[layer], kit->stream));
-        own[at] = end_us(kit) / LAYERS;
+        own[at] = bench_end_us(kit) / LAYERS;
     }
-    const double whole = median(times, REPEATS), activation = median(act, REPEATS);
+    const double whole = bench_median(times, REPEATS), activation = bench_median(act, REPEATS);
     const double products = whole - activation;
     snprintf(note, sizeof(note),
              "whole layer %.1f us (%.0f TFLOP/s), of which the activation %.1f; peer: the three "
              "products alone",
              whole, flops / whole / 1e6, activation);
-    row("ffn.dense.prefill4096.cublaslt_ratio", products / whole, "ratio", NAN,
-        flops / products / 1e6, ">= 0.95", note);
+    bench_row("ffn.dense.prefill4096.cublaslt_ratio", products / whole, "ratio", NAN,
+              flops / products / 1e6, ">= 0.95", note);
     snprintf(note, sizeof(note), "our grouped products on a dense layer: %.1f us",
-             median(own, REPEATS));
-    row("ffn.dense.prefill4096.grouped_tflop_s", flops / median(own, REPEATS) / 1e6, "TFLOP/s", NAN,
-        flops / products / 1e6, NULL, note);
+             bench_median(own, REPEATS));
+    bench_row("ffn.dense.prefill4096.grouped_tflop_s", flops / bench_median(own, REPEATS) / 1e6,
+              "TFLOP/s", NAN, flops / products / 1e6, NULL, note);
     ffn_kit_free(kit, scratch);
     ffn_library_plan_free(plan);
     ffn_library_close(library);
-    lanes_free(kit, &l);
+    bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
 }
 
 static void bench_moe_prefill(ffn_kit_t *kit)
 {
     static const uint32_t counts[] = {512, 2048, 4096, 8192};
-    const ffn_cuda_signature_t s = signature_moe();
+    const ffn_cuda_signature_t s = bench_signature_moe();
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, &s, 3, 4, false, &m);
-    lanes_make(kit, &m, 3, 8192, 8192, &l);
+    bench_lanes_make(kit, &m, 3, 8192, 8192, &l);
     for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
         double times[REPEATS];
         char metric[96], note[200];
-        lanes_rows(kit, &l, counts[c]);
+        bench_lanes_rows(kit, &l, counts[c]);
         for (uint32_t i = 0; i < REPEATS + 2; i++) {
-            begin(kit);
+            bench_begin(kit);
             for (uint32_t layer = 0; layer < 3; layer++)
                 CHECK_OK(ffn_cuda_bulk(&kit->kernels, &s, counts[c], 0, l.at[layer], kit->stream));
-            times[i < 2 ? 0 : i - 2] = end_us(kit) / 3;
+            times[i < 2 ? 0 : i - 2] = bench_end_us(kit) / 3;
         }
-        const double us = median(times, REPEATS);
+        const double us = bench_median(times, REPEATS);
         const double flops = 6.0 * counts[c] * s.top_k * s.hidden * s.intermediate;
         snprintf(metric, sizeof(metric), "ffn.moe.prefill%u.us", counts[c]);
         snprintf(note, sizeof(note), "whole layer, router included, %.0f TFLOP/s",
                  flops / us / 1e6);
-        row(metric, us, "us", NAN, NAN, NULL, note);
+        bench_row(metric, us, "us", NAN, NAN, NULL, note);
     }
-    lanes_free(kit, &l);
+    bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
 }
 
@@ -453,17 +446,17 @@ static void read_row(ffn_kit_t *kit, const char *name, uint32_t which, uint32_t 
     double times[3];
     char metric[96], note[160];
     for (uint32_t i = 0; i < 4; i++) {
-        begin(kit);
+        bench_begin(kit);
         CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[which], blocks, 1, 1,
                            threads, 1, 1, shared, kit->stream, parameters, NULL));
-        const double us = end_us(kit);
+        const double us = bench_end_us(kit);
         if (i)
             times[i - 1] = us;
     }
-    const double rate = (double)bytes / median(times, 3) * 1e6;
+    const double rate = (double)bytes / bench_median(times, 3) * 1e6;
     snprintf(metric, sizeof(metric), "ffn.read.%s.copy_fraction", name);
     snprintf(note, sizeof(note), "%.3f TB/s, reading only", rate / 1e12);
-    row(metric, rate / copy_rate, "ratio", NAN, NAN, NULL, note);
+    bench_row(metric, rate / bench_copy_rate, "ratio", NAN, NAN, NULL, note);
 }
 
 static void bench_read(ffn_kit_t *kit)
@@ -546,7 +539,7 @@ static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_sign
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, s, layers, 6, false, &m);
-    lanes_make(kit, &m, lane_count, ffn_cuda_decode_rows(s), 0, &l);
+    bench_lanes_make(kit, &m, lane_count, ffn_cuda_decode_rows(s), 0, &l);
     const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
     cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
     for (uint32_t c = 0; c < count_of_counts; c++) {
@@ -566,17 +559,17 @@ static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_sign
                 }
             }
         }
-        const double floor_us = parts * part_bytes / copy_rate * 1e6;
+        const double floor_us = parts * part_bytes / bench_copy_rate * 1e6;
         char metric[96], note[700], text[500] = "";
         for (uint32_t i = 0; i < l.count; i++)
             l.lane[i].workspace.trace = NULL;
-        lanes_rows(kit, &l, rows);
+        bench_lanes_rows(kit, &l, rows);
         const double graph = decode_graph_us(kit, &l);
         const resident_times_t ahead = resident_us(kit, &l, true, 0);
         const resident_times_t plain = resident_us(kit, &l, false, 0);
         for (uint32_t i = 0; i < l.count; i++)
             l.lane[i].workspace.trace = (void *)(uintptr_t)trace;
-        lanes_rows(kit, &l, rows);
+        bench_lanes_rows(kit, &l, rows);
         ffn_kit_set(kit, trace, 0, trace_bytes);
         resident_us(kit, &l, true, 0);
         trace_text(kit, trace, quick ? 256 : sample_count, text, sizeof(text));
@@ -587,286 +580,22 @@ static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_sign
                  "resident %.2f us (P99 %.2f), look-ahead %.2f, captured %.2f; floor %.2f;%s; %.0f "
                  "cycles of gate",
                  plain.mean_us, plain.p99_us, ahead.mean_us, graph, floor_us, text, gate_cycles);
-        row(metric, s->experts ? plain.mean_us / floor_us : floor_us / plain.mean_us, "ratio", 1.0,
-            NAN, NULL, note);
+        bench_row(metric, s->experts ? plain.mean_us / floor_us : floor_us / plain.mean_us, "ratio",
+                  1.0, NAN, NULL, note);
     }
     ffn_kit_free(kit, trace);
-    lanes_free(kit, &l);
+    bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
 }
 
 static void bench_split(ffn_kit_t *kit)
 {
     static const uint32_t dense[] = {1, 4, 8, 16}, moe[] = {1, 4, 8, 16, 32};
-    const ffn_cuda_signature_t s = signature_dense(), e = signature_moe();
+    const ffn_cuda_signature_t s = signature_dense(), e = bench_signature_moe();
     sample_count = 512;
     bench_split_of(kit, "dense", &s, 6, dense, 4);
     bench_split_of(kit, "moe", &e, 4, moe, 5);
     sample_count = SAMPLES;
-}
-
-/* ---- few rows and bulk, by steps ---------------------------------------------------------------
- */
-/* WAY_FEW and up: the forms of the products of few rows. */
-enum { WAY_BULK, WAY_FEW, WAY_DECODE = WAY_FEW + FFN_FEW_COUNT, WAYS = 2 * WAY_DECODE + 3 };
-/* Added: launches overlap; stages are copied in pairs. */
-#define WAY_OVERLAP 16u
-#define WAY_PAIRED  32u
-
-static xp_status_t way_queue(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t way, uint32_t rows,
-                             const bench_lanes_t *l, uint32_t index)
-{
-    const cuda_address_t lane = way & WAY_PAIRED ? l->paired[index] : l->at[index];
-    kit->kernels.overlap = (way & WAY_OVERLAP) != 0;
-    way %= WAY_OVERLAP;
-    if (way == WAY_DECODE)
-        return ffn_cuda_decode(&kit->kernels, lane, kit->stream);
-    if (way == WAY_BULK)
-        return ffn_cuda_bulk(&kit->kernels, &m->signature, rows, 0, lane, kit->stream);
-    return ffn_cuda_few(&kit->kernels, &m->signature, way - WAY_FEW, rows, 0, lane, kit->stream);
-}
-
-static cuda_graph_exec_t way_capture(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l,
-                                     uint32_t way, uint32_t rows)
-{
-    cuda_graph_exec_t graph;
-    CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
-    for (uint32_t i = 0; i < l->count; i++)
-        CHECK_OK(way_queue(kit, m, way, rows, l, i));
-    CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
-    return graph;
-}
-
-/* Distinct experts that the rows of the latest bulk or few launch chose. */
-static uint32_t experts_chosen(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lanes_t *l,
-                               uint32_t rows)
-{
-    bool seen[FFN_CUDA_MAX_EXPERTS] = {false};
-    const uint32_t pairs = rows * m->signature.top_k;
-    uint32_t *chosen = malloc(pairs * sizeof(*chosen)), count = 0;
-    CHECK(chosen);
-    ffn_kit_read(kit, (cuda_address_t)(uintptr_t)l->lane[0].workspace.chosen, chosen,
-                 pairs * sizeof(*chosen));
-    for (uint32_t i = 0; i < pairs; i++) {
-        CHECK(chosen[i] < m->signature.experts);
-        count += !seen[chosen[i]];
-        seen[chosen[i]] = true;
-    }
-    free(chosen);
-    return count;
-}
-
-/* The first Lane's layer by that way: its output, for comparing ways with each other. */
-static void way_output(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lanes_t *l,
-                       uint32_t way, uint32_t rows, float *out)
-{
-    const uint32_t elements = rows * m->signature.hidden;
-    uint16_t *packed = malloc(elements * 2);
-    CHECK(packed);
-    ffn_kit_set(kit, l->output, 0xff, (uint64_t)elements * 2);
-    CHECK_OK(way_queue(kit, m, way, rows, l, 0));
-    ffn_kit_wait(kit, kit->stream);
-    ffn_kit_read(kit, l->output, packed, (uint64_t)elements * 2);
-    for (uint32_t i = 0; i < elements; i++)
-        out[i] = ffn_kit_to_float(packed[i], (ffn_cuda_dtype_t)m->signature.dtype);
-    free(packed);
-}
-
-static void way_name(uint32_t way, char *text, size_t size)
-{
-    const uint32_t plain = way % WAY_OVERLAP;
-    snprintf(text, size, "%s%s%s%s",
-             plain == WAY_BULK     ? "bulk"
-             : plain == WAY_DECODE ? "decode"
-                                   : "few_",
-             plain == WAY_BULK || plain == WAY_DECODE ? "" : ffn_cuda_few_names[plain - WAY_FEW],
-             way & WAY_PAIRED ? "_paired" : "", way & WAY_OVERLAP ? "_overlap" : "");
-}
-
-/* The ways to compute so many rows. */
-static uint32_t ways_list(const ffn_cuda_signature_t *s, uint32_t rows, uint32_t *ways)
-{
-    uint32_t count = 0;
-    for (uint32_t way = WAY_BULK; way < WAY_DECODE; way++) {
-        ways[count++] = way;
-        ways[count++] = way + WAY_OVERLAP;
-    }
-    ways[count++] = WAY_BULK + WAY_PAIRED;
-    ways[count++] = WAY_BULK + WAY_PAIRED + WAY_OVERLAP;
-    if (rows <= ffn_cuda_decode_rows(s))
-        ways[count++] = WAY_DECODE;
-    return count;
-}
-
-/* All ways that a layer of few rows can be computed, in turn within each round, so that they see
- * the same clocks. */
-static void bench_few(ffn_kit_t *kit)
-{
-    enum { ROWS = 128, ROUNDS = 9 };
-    static const uint32_t counts[] = {17, 24, 32, 48, 64, 128};
-    static double times[WAYS][ROUNDS];
-    const ffn_cuda_signature_t s = signature_moe();
-    const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
-    float *first = malloc(ROWS * s.hidden * 4), *other = malloc(ROWS * s.hidden * 4);
-    ffn_kit_model_t m;
-    bench_lanes_t l;
-    CHECK(first && other);
-    ffn_kit_model_make(kit, &s, 4, 7, false, &m);
-    lanes_make(kit, &m, 16, ROWS, ROWS, &l);
-    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
-        const uint32_t rows = counts[c];
-        uint32_t ways[WAYS];
-        cuda_graph_exec_t graph[WAYS];
-        double error[WAYS] = {0};
-        lanes_rows(kit, &l, rows);
-        const uint32_t count = ways_list(&s, rows, ways);
-        for (uint32_t i = 0; i < count; i++) {
-            way_output(kit, &m, &l, ways[i], rows, i ? other : first);
-            error[i] = i ? ffn_kit_error(other, first, rows * s.hidden) : 0;
-            graph[i] = way_capture(kit, &m, &l, ways[i], rows);
-        }
-        way_output(kit, &m, &l, WAY_FEW, rows, other);
-        const uint32_t experts = experts_chosen(kit, &m, &l, rows);
-        for (uint32_t round = 0; round < ROUNDS + 2; round++)
-            for (uint32_t i = 0; i < count; i++) {
-                begin(kit);
-                CHECK_OK(cuda_graph_launch(&kit->device, graph[i], kit->stream));
-                const double us = end_us(kit) / l.count;
-                if (round >= 2)
-                    times[i][round - 2] = us;
-            }
-        const double floor_us = experts * expert_bytes / copy_rate * 1e6;
-        for (uint32_t i = 0; i < count; i++) {
-            char name[32], metric[96], note[200];
-            const double us = median(times[i], ROUNDS);
-            way_name(ways[i], name, sizeof(name));
-            snprintf(metric, sizeof(metric), "ffn.moe.few%u.%s_us", rows, name);
-            snprintf(note, sizeof(note),
-                     "captured launches, %.2f of the floor; least %.1f, most %.1f; %u experts; off "
-                     "by %.1e from bulk's rows%s",
-                     us / floor_us, times[i][0], times[i][ROUNDS - 1], experts, error[i],
-                     error[i] < 0.01 ? "" : ": WRONG");
-            row(metric, us, "us", floor_us, NAN, NULL, note);
-            cuda_graph_destroy(&kit->device, graph[i]);
-        }
-    }
-    kit->kernels.overlap = false;
-    lanes_free(kit, &l);
-    ffn_kit_model_free(kit, &m);
-    free(other);
-    free(first);
-}
-
-enum { SPLIT_STEPS = 64, SPLIT_ROUNDS = 5, SPLIT_LAYERS = 3 };
-
-/* An event after each launch of a layer. */
-typedef struct split_watch {
-    ffn_kit_t *kit;
-    cuda_event_t event[SPLIT_STEPS];
-    const char *step[SPLIT_STEPS];
-    uint32_t count;
-} split_watch_t;
-
-static void split_queued(void *context, const char *step)
-{
-    split_watch_t *watch = context;
-    CHECK(watch->count < SPLIT_STEPS);
-    watch->step[watch->count] = step;
-    CHECK_OK(CUDA_CALL(watch->kit->device.driver, cuEventRecord, watch->event[watch->count++],
-                       watch->kit->stream));
-}
-
-/* Where the time of a bulk layer goes, by launches. A copy goes before each layer, so that all of
- * its launches are queued when the first begins and no step waits for the host. */
-static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l, uint32_t rows,
-                       uint32_t way, bool narrow, cuda_address_t filler, uint64_t filler_bytes)
-{
-    static split_watch_t watch;
-    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[4][SPLIT_ROUNDS];
-    const ffn_cuda_watch_t watched = {split_queued, &watch};
-    const char *name = way == WAY_FEW ? "few" : narrow ? "narrow" : "bulk";
-    char metric[96], note[160];
-    double sum = 0;
-    for (uint32_t i = 0; i < l->count; i++)
-        l->lane[i].workspace.narrow = narrow;
-    lanes_rows(kit, l, rows);
-    watch.kit = kit;
-    for (uint32_t i = 0; i < SPLIT_STEPS; i++)
-        CHECK_OK(cuda_event_create(&kit->device, true, &watch.event[i]));
-    for (uint32_t round = 0; round < SPLIT_ROUNDS + 1; round++)
-        for (uint32_t layer = 0; layer < SPLIT_LAYERS; layer++) {
-            CHECK_OK(CUDA_CALL(kit->device.driver, cuMemcpyDtoDAsync, filler, filler + filler_bytes,
-                               filler_bytes, kit->stream));
-            watch.count = 0;
-            split_queued(&watch, "begun");
-            CHECK_OK(way == WAY_FEW ? ffn_cuda_few_watched(&kit->kernels, &m->signature, 0, rows, 0,
-                                                           l->at[layer], kit->stream, &watched)
-                                    : ffn_cuda_bulk_watched(&kit->kernels, &m->signature, rows, 0,
-                                                            l->at[layer], kit->stream, &watched));
-            ffn_kit_wait(kit, kit->stream);
-            for (uint32_t i = 1; round && i < watch.count; i++) {
-                float milliseconds;
-                CHECK_OK(CUDA_CALL(kit->device.driver, cuEventElapsedTime, &milliseconds,
-                                   watch.event[i - 1], watch.event[i]));
-                times[i][(round - 1) * SPLIT_LAYERS + layer] = (double)milliseconds * 1e3;
-            }
-        }
-    for (uint32_t n = 0; n < 4; n++) {
-        cuda_graph_exec_t graph = way_capture(kit, m, l, way + n * WAY_OVERLAP, rows);
-        for (uint32_t round = 0; round < SPLIT_ROUNDS + 2; round++) {
-            begin(kit);
-            CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
-            whole[n][round < 2 ? 0 : round - 2] = end_us(kit) / l->count;
-        }
-        cuda_graph_destroy(&kit->device, graph);
-    }
-    kit->kernels.overlap = false;
-    for (uint32_t i = 1; i < watch.count; i++) {
-        double us = median(times[i], SPLIT_ROUNDS * SPLIT_LAYERS);
-        uint32_t launches = 1;
-        /* Launches of one step follow each other. */
-        for (; i + 1 < watch.count && !strcmp(watch.step[i], watch.step[i + 1]); i++, launches++)
-            us += median(times[i + 1], SPLIT_ROUNDS * SPLIT_LAYERS);
-        snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.%s_us", rows, name, watch.step[i]);
-        snprintf(note, sizeof(note), "%u launch%s, with an event behind each", launches,
-                 launches == 1 ? "" : "es");
-        row(metric, us, "us", NAN, NAN, NULL, note);
-        sum += us;
-    }
-    snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.whole_us", rows, name);
-    snprintf(note, sizeof(note), "captured, a layer; the steps above are %.1f us together", sum);
-    row(metric, median(whole[0], SPLIT_ROUNDS), "us", NAN, NAN, NULL, note);
-    static const char *const others[4] = {"", "overlap", "paired", "paired_overlap"};
-    for (uint32_t n = 1; n < (way == WAY_BULK ? 4u : 2u); n++) {
-        snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.%s_us", rows, name, others[n]);
-        row(metric, median(whole[n], SPLIT_ROUNDS), "us", NAN, NAN, NULL,
-            "the same; overlap: launches begin before those before them have ended; paired: 256 "
-            "contiguous bytes of each row at once");
-    }
-    for (uint32_t i = 0; i < SPLIT_STEPS; i++)
-        cuda_event_destroy(&kit->device, watch.event[i]);
-}
-
-static void bench_bulk_split(ffn_kit_t *kit)
-{
-    static const uint32_t counts[] = {64, 128, 512, 1024, 2048, 4096, 8192};
-    const uint64_t filler_bytes = (uint64_t)512 << 20;
-    const ffn_cuda_signature_t s = signature_moe();
-    ffn_kit_model_t m;
-    bench_lanes_t l;
-    cuda_address_t filler = ffn_kit_alloc(kit, 2 * filler_bytes);
-    ffn_kit_model_make(kit, &s, SPLIT_LAYERS, 8, false, &m);
-    lanes_make(kit, &m, SPLIT_LAYERS, 8192, 8192, &l);
-    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
-        split_rows(kit, &m, &l, counts[c], WAY_BULK, false, filler, filler_bytes);
-        if (counts[c] <= ffn_cuda_few_rows(&s))
-            split_rows(kit, &m, &l, counts[c], WAY_FEW, false, filler, filler_bytes);
-        else
-            split_rows(kit, &m, &l, counts[c], WAY_BULK, true, filler, filler_bytes);
-    }
-    lanes_free(kit, &l);
-    ffn_kit_model_free(kit, &m);
-    ffn_kit_free(kit, filler);
 }
 
 /* ---- candidates for the decode kernel
@@ -896,7 +625,7 @@ static void lanes_trace(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows, cuda_ad
 {
     for (uint32_t i = 0; i < l->count; i++)
         l->lane[i].workspace.trace = (void *)(uintptr_t)trace;
-    lanes_rows(kit, l, rows);
+    bench_lanes_rows(kit, l, rows);
 }
 
 /* All kernels in turn, several times over; a kernel's time is the median of its turns. */
@@ -908,14 +637,14 @@ static void bench_candidates_of(ffn_kit_t *kit, const ffn_candidates_t *c, const
     ffn_kit_model_t m;
     bench_lanes_t l;
     ffn_kit_model_make(kit, s, layers, 6, false, &m);
-    lanes_make(kit, &m, s->experts ? MAX_LANES : layers, ffn_cuda_decode_rows(s), 0, &l);
+    bench_lanes_make(kit, &m, s->experts ? MAX_LANES : layers, ffn_cuda_decode_rows(s), 0, &l);
     const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
     cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         const uint32_t rows = counts[i];
         double us[FFN_CANDIDATES_MOST][TURNS], graph[FFN_CANDIDATES_MOST][TURNS];
         const double part_bytes = 3.0 * s->hidden * s->intermediate * 2;
-        const double floor_us = parts_chosen(&m, &l, rows) * part_bytes / copy_rate * 1e6;
+        const double floor_us = parts_chosen(&m, &l, rows) * part_bytes / bench_copy_rate * 1e6;
         lanes_trace(kit, &l, rows, 0);
         for (uint32_t turn = 0; turn < TURNS; turn++)
             for (uint32_t k = 0; k < c->count; k++) {
@@ -926,7 +655,7 @@ static void bench_candidates_of(ffn_kit_t *kit, const ffn_candidates_t *c, const
         lanes_trace(kit, &l, rows, trace);
         for (uint32_t k = 0; k < c->count; k++) {
             char metric[96], note[700], text[500] = "";
-            const double median_us = median(us[k], TURNS), used = us[0][TURNS / 2];
+            const double median_us = bench_median(us[k], TURNS), used = us[0][TURNS / 2];
             ffn_candidates_use(kit, c, k);
             ffn_kit_set(kit, trace, 0, trace_bytes);
             resident_us(kit, &l, false, 0);
@@ -936,9 +665,9 @@ static void bench_candidates_of(ffn_kit_t *kit, const ffn_candidates_t *c, const
             snprintf(note, sizeof(note),
                      "%.2f times the floor; resident %.2f-%.2f us, captured %.2f; peer: the kernel "
                      "in use, in the same turns;%s",
-                     median_us / floor_us, us[k][0], us[k][TURNS - 1], median(graph[k], TURNS),
-                     text);
-            row(metric, median_us, "us", floor_us, used, NULL, note);
+                     median_us / floor_us, us[k][0], us[k][TURNS - 1],
+                     bench_median(graph[k], TURNS), text);
+            bench_row(metric, median_us, "us", floor_us, used, NULL, note);
         }
         printf("# %-5s rows %2u floor %7.2f us:", name, rows, floor_us);
         for (uint32_t k = 0; k < c->count; k++)
@@ -947,13 +676,13 @@ static void bench_candidates_of(ffn_kit_t *kit, const ffn_candidates_t *c, const
     }
     ffn_candidates_use(kit, c, 0);
     ffn_kit_free(kit, trace);
-    lanes_free(kit, &l);
+    bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
 }
 
 static void bench_candidates(ffn_kit_t *kit, const char *names)
 {
-    const ffn_cuda_signature_t s = signature_dense(), e = signature_moe();
+    const ffn_cuda_signature_t s = signature_dense(), e = bench_signature_moe();
     ffn_candidates_t candidates;
     ffn_candidates_load(kit, names, &candidates);
     quick = false;

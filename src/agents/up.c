@@ -32,7 +32,7 @@
 #define UP_SHORT_LIFE_NS (1 * XP_NS_PER_S)
 #define UP_PAUSE_SHARE   4 /* of deadlines.reform, at most, before who lived shortly is replaced */
 #define UP_PAUSE_NS      (4 * XP_NS_PER_S) /* the longest; the daemon counts who fell how often */
-#define UP_SWEEP_NS      (1 * XP_NS_PER_S) /* for what an engine's main process leaves behind */
+#define UP_SWEEP_NS      (3 * XP_NS_PER_S) /* for what an engine's main process leaves behind */
 
 typedef struct up_child {
     pid_t pid;     /* 0 when it has ended */

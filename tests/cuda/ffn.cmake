@@ -15,6 +15,7 @@ xpool_ffn_program(cuda_ffn_kernels ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_kernels.c)
 xpool_ffn_program(cuda_ffn_runtime ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_runtime.c)
 xpool_cuda_images(cuda_ffn_runtime tests ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_scheduler.cu)
 xpool_ffn_program(cuda_ffn_bench ${CMAKE_SOURCE_DIR}/benches/cuda/ffn_bench.c)
+target_sources(cuda_ffn_bench PRIVATE ${CMAKE_SOURCE_DIR}/benches/cuda/ffn_bench_ways.c)
 # Candidates for the decode kernel: in no library, only in the programs that compare them. They take minutes to compile
 # and are not without XPOOL_CUDA_CANDIDATES.
 file(GLOB candidates CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/ffn/cuda/candidates/*.cu)

@@ -1,0 +1,271 @@
+/* SPDX-License-Identifier: MIT */
+/* cuda_ffn_bench: layers of experts for more rows than decode has, each way beside the others. */
+#include <math.h>
+#include <string.h>
+
+#include "ffn_bench.h"
+
+/* ---- few rows and bulk, by steps ---------------------------------------------------------------
+ */
+/* WAY_FEW and up: the forms of the products of few rows. */
+enum { WAY_BULK, WAY_FEW, WAY_DECODE = WAY_FEW + FFN_FEW_COUNT, WAYS = 2 * WAY_DECODE + 3 };
+/* Added: launches overlap; stages are copied in pairs. */
+#define WAY_OVERLAP 16u
+#define WAY_PAIRED  32u
+
+static xp_status_t way_queue(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t way, uint32_t rows,
+                             const bench_lanes_t *l, uint32_t index)
+{
+    const cuda_address_t lane = way & WAY_PAIRED ? l->paired[index] : l->at[index];
+    kit->kernels.overlap = (way & WAY_OVERLAP) != 0;
+    way %= WAY_OVERLAP;
+    if (way == WAY_DECODE)
+        return ffn_cuda_decode(&kit->kernels, lane, kit->stream);
+    if (way == WAY_BULK)
+        return ffn_cuda_bulk(&kit->kernels, &m->signature, rows, 0, lane, kit->stream);
+    return ffn_cuda_few(&kit->kernels, &m->signature, way - WAY_FEW, rows, 0, lane, kit->stream);
+}
+
+static cuda_graph_exec_t way_capture(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l,
+                                     uint32_t way, uint32_t rows)
+{
+    cuda_graph_exec_t graph;
+    CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
+    for (uint32_t i = 0; i < l->count; i++)
+        CHECK_OK(way_queue(kit, m, way, rows, l, i));
+    CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
+    return graph;
+}
+
+/* Distinct experts that the rows of the latest bulk or few launch chose. */
+static uint32_t experts_chosen(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lanes_t *l,
+                               uint32_t rows)
+{
+    bool seen[FFN_CUDA_MAX_EXPERTS] = {false};
+    const uint32_t pairs = rows * m->signature.top_k;
+    uint32_t *chosen = malloc(pairs * sizeof(*chosen)), count = 0;
+    CHECK(chosen);
+    ffn_kit_read(kit, (cuda_address_t)(uintptr_t)l->lane[0].workspace.chosen, chosen,
+                 pairs * sizeof(*chosen));
+    for (uint32_t i = 0; i < pairs; i++) {
+        CHECK(chosen[i] < m->signature.experts);
+        count += !seen[chosen[i]];
+        seen[chosen[i]] = true;
+    }
+    free(chosen);
+    return count;
+}
+
+/* The first Lane's layer by that way: its output, for comparing ways with each other. */
+static void way_output(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lanes_t *l,
+                       uint32_t way, uint32_t rows, float *out)
+{
+    const uint32_t elements = rows * m->signature.hidden;
+    uint16_t *packed = malloc(elements * 2);
+    CHECK(packed);
+    ffn_kit_set(kit, l->output, 0xff, (uint64_t)elements * 2);
+    CHECK_OK(way_queue(kit, m, way, rows, l, 0));
+    ffn_kit_wait(kit, kit->stream);
+    ffn_kit_read(kit, l->output, packed, (uint64_t)elements * 2);
+    for (uint32_t i = 0; i < elements; i++)
+        out[i] = ffn_kit_to_float(packed[i], (ffn_cuda_dtype_t)m->signature.dtype);
+    free(packed);
+}
+
+static void way_name(uint32_t way, char *text, size_t size)
+{
+    const uint32_t plain = way % WAY_OVERLAP;
+    snprintf(text, size, "%s%s%s%s",
+             plain == WAY_BULK     ? "bulk"
+             : plain == WAY_DECODE ? "decode"
+                                   : "few_",
+             plain == WAY_BULK || plain == WAY_DECODE ? "" : ffn_cuda_few_names[plain - WAY_FEW],
+             way & WAY_PAIRED ? "_paired" : "", way & WAY_OVERLAP ? "_overlap" : "");
+}
+
+/* The ways to compute so many rows. */
+static uint32_t ways_list(const ffn_cuda_signature_t *s, uint32_t rows, uint32_t *ways)
+{
+    uint32_t count = 0;
+    for (uint32_t way = WAY_BULK; way < WAY_DECODE; way++) {
+        ways[count++] = way;
+        ways[count++] = way + WAY_OVERLAP;
+    }
+    ways[count++] = WAY_BULK + WAY_PAIRED;
+    ways[count++] = WAY_BULK + WAY_PAIRED + WAY_OVERLAP;
+    if (rows <= ffn_cuda_decode_rows(s))
+        ways[count++] = WAY_DECODE;
+    return count;
+}
+
+/* All ways that a layer of few rows can be computed, in turn within each round, so that they see
+ * the same clocks. */
+void bench_few(ffn_kit_t *kit)
+{
+    enum { ROWS = 128, ROUNDS = 9 };
+    static const uint32_t counts[] = {17, 24, 32, 48, 64, 128};
+    static double times[WAYS][ROUNDS];
+    const ffn_cuda_signature_t s = bench_signature_moe();
+    const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
+    float *first = malloc(ROWS * s.hidden * 4), *other = malloc(ROWS * s.hidden * 4);
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    CHECK(first && other);
+    ffn_kit_model_make(kit, &s, 4, 7, false, &m);
+    bench_lanes_make(kit, &m, 16, ROWS, ROWS, &l);
+    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
+        const uint32_t rows = counts[c];
+        uint32_t ways[WAYS];
+        cuda_graph_exec_t graph[WAYS];
+        double error[WAYS] = {0};
+        bench_lanes_rows(kit, &l, rows);
+        const uint32_t count = ways_list(&s, rows, ways);
+        for (uint32_t i = 0; i < count; i++) {
+            way_output(kit, &m, &l, ways[i], rows, i ? other : first);
+            error[i] = i ? ffn_kit_error(other, first, rows * s.hidden) : 0;
+            graph[i] = way_capture(kit, &m, &l, ways[i], rows);
+        }
+        way_output(kit, &m, &l, WAY_FEW, rows, other);
+        const uint32_t experts = experts_chosen(kit, &m, &l, rows);
+        for (uint32_t round = 0; round < ROUNDS + 2; round++)
+            for (uint32_t i = 0; i < count; i++) {
+                bench_begin(kit);
+                CHECK_OK(cuda_graph_launch(&kit->device, graph[i], kit->stream));
+                const double us = bench_end_us(kit) / l.count;
+                if (round >= 2)
+                    times[i][round - 2] = us;
+            }
+        const double floor_us = experts * expert_bytes / bench_copy_rate * 1e6;
+        for (uint32_t i = 0; i < count; i++) {
+            char name[32], metric[96], note[200];
+            const double us = bench_median(times[i], ROUNDS);
+            way_name(ways[i], name, sizeof(name));
+            snprintf(metric, sizeof(metric), "ffn.moe.few%u.%s_us", rows, name);
+            snprintf(note, sizeof(note),
+                     "captured launches, %.2f of the floor; least %.1f, most %.1f; %u experts; off "
+                     "by %.1e from bulk's rows%s",
+                     us / floor_us, times[i][0], times[i][ROUNDS - 1], experts, error[i],
+                     error[i] < 0.01 ? "" : ": WRONG");
+            bench_row(metric, us, "us", floor_us, NAN, NULL, note);
+            cuda_graph_destroy(&kit->device, graph[i]);
+        }
+    }
+    kit->kernels.overlap = false;
+    bench_lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+    free(other);
+    free(first);
+}
+
+enum { SPLIT_STEPS = 64, SPLIT_ROUNDS = 5, SPLIT_LAYERS = 3 };
+
+/* An event after each launch of a layer. */
+typedef struct split_watch {
+    ffn_kit_t *kit;
+    cuda_event_t event[SPLIT_STEPS];
+    const char *step[SPLIT_STEPS];
+    uint32_t count;
+} split_watch_t;
+
+static void split_queued(void *context, const char *step)
+{
+    split_watch_t *watch = context;
+    CHECK(watch->count < SPLIT_STEPS);
+    watch->step[watch->count] = step;
+    CHECK_OK(CUDA_CALL(watch->kit->device.driver, cuEventRecord, watch->event[watch->count++],
+                       watch->kit->stream));
+}
+
+/* Where the time of a bulk layer goes, by launches. A copy goes before each layer, so that all of
+ * its launches are queued when the first begins and no step waits for the host. */
+static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l, uint32_t rows,
+                       uint32_t way, bool narrow, cuda_address_t filler, uint64_t filler_bytes)
+{
+    static split_watch_t watch;
+    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[4][SPLIT_ROUNDS];
+    const ffn_cuda_watch_t watched = {split_queued, &watch};
+    const char *name = way == WAY_FEW ? "few" : narrow ? "narrow" : "bulk";
+    char metric[96], note[160];
+    double sum = 0;
+    for (uint32_t i = 0; i < l->count; i++)
+        l->lane[i].workspace.narrow = narrow;
+    bench_lanes_rows(kit, l, rows);
+    watch.kit = kit;
+    for (uint32_t i = 0; i < SPLIT_STEPS; i++)
+        CHECK_OK(cuda_event_create(&kit->device, true, &watch.event[i]));
+    for (uint32_t round = 0; round < SPLIT_ROUNDS + 1; round++)
+        for (uint32_t layer = 0; layer < SPLIT_LAYERS; layer++) {
+            CHECK_OK(CUDA_CALL(kit->device.driver, cuMemcpyDtoDAsync, filler, filler + filler_bytes,
+                               filler_bytes, kit->stream));
+            watch.count = 0;
+            split_queued(&watch, "begun");
+            CHECK_OK(way == WAY_FEW ? ffn_cuda_few_watched(&kit->kernels, &m->signature, 0, rows, 0,
+                                                           l->at[layer], kit->stream, &watched)
+                                    : ffn_cuda_bulk_watched(&kit->kernels, &m->signature, rows, 0,
+                                                            l->at[layer], kit->stream, &watched));
+            ffn_kit_wait(kit, kit->stream);
+            for (uint32_t i = 1; round && i < watch.count; i++) {
+                float milliseconds;
+                CHECK_OK(CUDA_CALL(kit->device.driver, cuEventElapsedTime, &milliseconds,
+                                   watch.event[i - 1], watch.event[i]));
+                times[i][(round - 1) * SPLIT_LAYERS + layer] = (double)milliseconds * 1e3;
+            }
+        }
+    for (uint32_t n = 0; n < 4; n++) {
+        cuda_graph_exec_t graph = way_capture(kit, m, l, way + n * WAY_OVERLAP, rows);
+        for (uint32_t round = 0; round < SPLIT_ROUNDS + 2; round++) {
+            bench_begin(kit);
+            CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+            whole[n][round < 2 ? 0 : round - 2] = bench_end_us(kit) / l->count;
+        }
+        cuda_graph_destroy(&kit->device, graph);
+    }
+    kit->kernels.overlap = false;
+    for (uint32_t i = 1; i < watch.count; i++) {
+        double us = bench_median(times[i], SPLIT_ROUNDS * SPLIT_LAYERS);
+        uint32_t launches = 1;
+        /* Launches of one step follow each other. */
+        for (; i + 1 < watch.count && !strcmp(watch.step[i], watch.step[i + 1]); i++, launches++)
+            us += bench_median(times[i + 1], SPLIT_ROUNDS * SPLIT_LAYERS);
+        snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.%s_us", rows, name, watch.step[i]);
+        snprintf(note, sizeof(note), "%u launch%s, with an event behind each", launches,
+                 launches == 1 ? "" : "es");
+        bench_row(metric, us, "us", NAN, NAN, NULL, note);
+        sum += us;
+    }
+    snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.whole_us", rows, name);
+    snprintf(note, sizeof(note), "captured, a layer; the steps above are %.1f us together", sum);
+    bench_row(metric, bench_median(whole[0], SPLIT_ROUNDS), "us", NAN, NAN, NULL, note);
+    static const char *const others[4] = {"", "overlap", "paired", "paired_overlap"};
+    for (uint32_t n = 1; n < (way == WAY_BULK ? 4u : 2u); n++) {
+        snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.%s_us", rows, name, others[n]);
+        bench_row(
+            metric, bench_median(whole[n], SPLIT_ROUNDS), "us", NAN, NAN, NULL,
+            "the same; overlap: launches begin before those before them have ended; paired: 256 "
+            "contiguous bytes of each row at once");
+    }
+    for (uint32_t i = 0; i < SPLIT_STEPS; i++)
+        cuda_event_destroy(&kit->device, watch.event[i]);
+}
+
+void bench_bulk_split(ffn_kit_t *kit)
+{
+    static const uint32_t counts[] = {64, 128, 512, 1024, 2048, 4096, 8192};
+    const uint64_t filler_bytes = (uint64_t)512 << 20;
+    const ffn_cuda_signature_t s = bench_signature_moe();
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    cuda_address_t filler = ffn_kit_alloc(kit, 2 * filler_bytes);
+    ffn_kit_model_make(kit, &s, SPLIT_LAYERS, 8, false, &m);
+    bench_lanes_make(kit, &m, SPLIT_LAYERS, 8192, 8192, &l);
+    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
+        split_rows(kit, &m, &l, counts[c], WAY_BULK, false, filler, filler_bytes);
+        if (counts[c] <= ffn_cuda_few_rows(&s))
+            split_rows(kit, &m, &l, counts[c], WAY_FEW, false, filler, filler_bytes);
+        else
+            split_rows(kit, &m, &l, counts[c], WAY_BULK, true, filler, filler_bytes);
+    }
+    bench_lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+    ffn_kit_free(kit, filler);
+}
