@@ -436,7 +436,7 @@ static void check_failed(rig_t *rig, uint64_t start_ns, const char *expected)
             assert_int_equal(rig->agents[pe].result, XP_FATAL);
             assert_string_equal(rig->agents[pe].text, canonical);
         }
-    assert_true(took_ns < 100 * XP_NS_PER_MS * XPOOL_TEST_SLOWNESS);
+    assert_true(took_ns < XP_NS_PER_S * XPOOL_TEST_SLOWNESS);
 }
 
 static void test_failure(void **state)
@@ -519,13 +519,14 @@ static void test_disagreement(void **state)
     rig_free(&rig);
 }
 
-/* The timeout names Instance, layer and the PE that is waited for. */
+/* The timeout names Instance, layer and the PE that is waited for. The Coordinator tells first if
+ * it runs within the quarter that AtnAgents wait longer: 200 ms. */
 static void test_timeout(void **state)
 {
     static rig_t rig;
     /* A rank that never submits. */
     rig_plan(&rig, 2, 1, 1, 1);
-    rig.plan.submission_timeout_ns = 150 * XP_NS_PER_MS;
+    rig.plan.submission_timeout_ns = 800 * XP_NS_PER_MS;
     rig.plan.instances[0].atn_tp = 2;
     rig.plan.instances[0].rank_atn[1] = 1;
     rig.plan.instances[0].delivery = FABRIC_DELIVERY_REPLICATED_COMPLETE;
@@ -536,14 +537,14 @@ static void test_timeout(void **state)
     uint32_t rows[8] = {2};
     assert_int_equal(rig_call_rows(&client, 3, rows, rig_in(10000)), XP_FATAL);
     check_failed(&rig, xp_monotonic_ns(),
-                 "model-0 layer 3: no answer in 150 ms, waiting for Submission of AtnAgent PE 1");
+                 "model-0 layer 3: no answer in 800 ms, waiting for Submission of AtnAgent PE 1");
     rig_client_destroy(&client);
     rig_free(&rig);
 
     /* A member that does not run: its own, and as the first member's mate, in all deliveries. */
     for (uint32_t delivery = 0; delivery < 3; delivery++) {
         rig_plan(&rig, 1, 2, 1, 2);
-        rig.plan.submission_timeout_ns = 150 * XP_NS_PER_MS;
+        rig.plan.submission_timeout_ns = 800 * XP_NS_PER_MS;
         rig.plan.instances[0].delivery = delivery;
         rig_make(&rig);
         for (uint32_t pe = 0; pe < 2; pe++) {
@@ -555,7 +556,7 @@ static void test_timeout(void **state)
         rig_client_attach(&client);
         assert_int_equal(rig_call_rows(&client, 1, rows, rig_in(10000)), XP_FATAL);
         check_failed(&rig, xp_monotonic_ns(),
-                     "model-0 layer 1: no answer in 150 ms, waiting for FfnAgent PE 2");
+                     "model-0 layer 1: no answer in 800 ms, waiting for FfnAgent PE 2");
         rig_client_destroy(&client);
         rig_free(&rig);
     }
@@ -629,7 +630,7 @@ static void test_shutdown(void **state)
         wait_for_submissions(&rig, 2);
         uint64_t took_ns = rig_stop(&rig);
         assert_int_equal(one_call_end(&call), XP_CLOSED);
-        assert_true(took_ns < 100 * XP_NS_PER_MS * XPOOL_TEST_SLOWNESS);
+        assert_true(took_ns < XP_NS_PER_S * XPOOL_TEST_SLOWNESS);
         assert_int_equal(rig_call(&resting, rig_in(5000)), XP_CLOSED);
         rig_client_destroy(&client);
         rig_client_destroy(&resting);
