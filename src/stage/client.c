@@ -11,7 +11,7 @@
 #include "base/clock.h"
 #include "fabric/records.h"
 #include "stage/control.h"
-#include "stage/marked.h"
+#include "stage/records.h"
 
 #define CLIENT_START_NS   (10 * XP_NS_PER_S)
 #define CLIENT_BLOCKS_MAX 128u

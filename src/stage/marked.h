@@ -45,12 +45,6 @@ typedef struct
 stage_marked_t;
 #define STAGE_MARKED_ELEMENTS 4u
 
-/* Where an Instance's rows and answers go; addresses. rows 0: there is no such way. */
-typedef struct stage_marked_way {
-    uint64_t to, answer;
-    uint32_t rows, reserved;
-} stage_marked_way_t;
-
 /* May a put of this sequence and brief go the marked way, of `most` rows? */
 PROTOCOL_FUNCTION int stage_marked_allowed(uint64_t sequence, uint64_t brief, uint32_t rows,
                                            uint32_t most)

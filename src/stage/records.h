@@ -364,4 +364,11 @@ PROTOCOL_FUNCTION int stage_device_wait_look(const mailbox_arena_t *arena,
     return stage_device_wait_answer(arena, state, direct, missing) ||
            stage_device_wait_closed(arena, state);
 }
+
+/* Where an Instance's marked rows (stage/marked.h) and their answers go; addresses. rows 0: there
+ * is no such way. */
+typedef struct stage_marked_way {
+    uint64_t to, answer;
+    uint32_t rows, reserved;
+} stage_marked_way_t;
 #endif
