@@ -45,6 +45,7 @@ PROFILED_TOKENS = 4
 ELASTIC = ("qwen3-moe", "deepseek-v2")
 # Here every model keeps its share.
 STATIC = ("llama",)
+ROUNDS = 6  # of probes, at most, until the KV Cache has moved often enough
 TRIM_SECONDS = 0.02
 LONG_TOKENS = 1200
 ALLOWED = ("aten::empty", "aten::contiguous", "aten::clone", "aten::copy_")
@@ -247,14 +248,18 @@ def elastic(system, truth, vocab):
 
     thread = threading.Thread(target=trim)
     thread.start()
+    grants = 0
     try:
-        wrong = probe.compare(truth, probe.probe(system.gateway, vocab, ID))
-        check(not wrong, "; ".join(wrong))
+        for _ in range(ROUNDS):  # a busy machine trims seldom
+            wrong = probe.compare(truth, probe.probe(system.gateway, vocab, ID))
+            check(not wrong, "; ".join(wrong))
+            (after,) = system.kv(ID)
+            grants = after["grants"] - trimmed["grants"]
+            if grants > 10:
+                break
     finally:
         stop.set()
         thread.join(120)
-    (after,) = system.kv(ID)
-    grants = after["grants"] - trimmed["grants"]
     check(grants > 10 and max(trims) > min(trims), f"{grants} grants, {set(trims)} bytes in {len(trims)} trims")
     wait_until(lambda: system.running(ID) == 0, 10, "no request is left over", 0.2)
     print(f"     KV Cache: {resident >> 10} KiB resident with {LONG_TOKENS} tokens, {left >> 10} KiB at the floor; "
