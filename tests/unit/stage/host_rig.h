@@ -311,7 +311,8 @@ static stage_atn_t *atn;
 static stage_path_t path;
 static stage_heap_t *heaps[PES]; /* with provider nvshmem */
 static int resident[2];          /* index of their streams */
-static int kept[2] = {-1, -1};   /* stages of a former Generation */
+static int kept[2] = {-1, -1};   /* the first Instance's stages of a former Generation */
+static int kept_stages[2][FABRIC_MAX_INSTANCES]; /* of all Instances */
 static _Alignas(16) uint16_t in[2][ROWS * HIDDEN], out[2][ROWS * HIDDEN];
 
 static bool resident_busy(cuda_stream_t stream)
@@ -365,9 +366,11 @@ static xp_status_t make_ffn(uint32_t f)
                                  .ffn = f,
                                  .life = &life,
                                  .heap = heaps[1 + f],
-                                 .kept = &kept[f],
+                                 .kept = kept_stages[f],
                                  .marked_rows = marked_rows};
     bool before[FAKE_OBJECTS];
+    for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++)
+        kept_stages[f][i] = i == 0 ? kept[f] : -1;
     for (int i = 0; i < FAKE_OBJECTS; i++)
         before[i] = fake.stream[i].used;
     XP_TRY(stage_ffn_create(&config, &ffn[f]));
