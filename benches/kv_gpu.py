@@ -187,24 +187,12 @@ def begin_system(run, fleet):
 
 def warm(run, servers, most):
     """Kernels that are compiled at first use, and activations of the largest pieces, on all servers at once."""
-    errors = []
 
     def one(server):
-        try:
-            for batch, context in ((1, 16), (4, run.sizes.contexts[0]), (1, most)):
-                burst(server, batch, context, 4, "warm")
-        except Exception as error:  # the caller's to judge
-            errors.append(error)
+        for batch, context in ((1, 16), (4, run.sizes.contexts[0]), (1, most)):
+            burst(server, batch, context, 4, "warm")
 
-    threads = [threading.Thread(target=one, args=(server,)) for server in servers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    if errors:
-        raise errors[0]
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError("requests that have not ended within 600 s")
+    harness.together([lambda server=server: one(server) for server in servers], 600)
 
 
 def set_policy(fleet, policy):

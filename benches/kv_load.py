@@ -12,6 +12,7 @@ import threading
 import time
 
 import open_client
+from sglang_servers import harness
 
 PERIOD_S = 0.1
 LOOKS = 4  # at a sum that passes the pool: processes are not read at one moment
@@ -75,24 +76,12 @@ def workload(sources, rate, seconds):
 
 def replay(servers, requests, patience):
     """{name: Answers} of an open-loop load on all servers at once; `servers`: {name: port}."""
-    answers, errors = {}, []
 
     def one(name):
-        try:
-            answers[name] = open_client.replay(servers[name], requests[name], patience) if requests[name] else []
-        except Exception as error:  # the caller's to judge
-            errors.append(error)
+        return open_client.replay(servers[name], requests[name], patience) if requests[name] else []
 
-    threads = [threading.Thread(target=one, args=(name,)) for name in requests]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    if errors:
-        raise errors[0]
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError("requests that have not ended within 600 s")
-    return answers
+    answers = harness.together([lambda name=name: one(name) for name in requests], 600)
+    return dict(zip(requests, answers, strict=True))
 
 
 # ---- outcome -----------------------------------------------------------------------------------------------

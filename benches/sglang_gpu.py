@@ -42,7 +42,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
 
 import open_client
@@ -724,24 +723,14 @@ def arrivals(run, name, rate, vocab, lengths):
 
 def cold_load(run, servers, rate, lengths):
     """{model: Answers} of an open-loop load on all servers at once."""
-    answers, errors = {}, []
 
     def one(server):
-        try:
-            vocab = sglang_models.facts(server.model.path)["vocab_size"]
-            requests = arrivals(run, server.model.name, rate, vocab, lengths)
-            answers[server.model.name] = open_client.replay(server.port, requests, 30) if requests else []
-        except Exception as error:  # the caller's to judge
-            errors.append(error)
+        vocab = sglang_models.facts(server.model.path)["vocab_size"]
+        requests = arrivals(run, server.model.name, rate, vocab, lengths)
+        return open_client.replay(server.port, requests, 30) if requests else []
 
-    threads = [threading.Thread(target=one, args=(server,)) for server in servers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(run.sizes.cold_seconds + 120)
-    if errors:
-        raise errors[0]
-    return answers
+    answers = harness.together([lambda server=server: one(server) for server in servers], run.sizes.cold_seconds + 120)
+    return {server.model.name: answer for server, answer in zip(servers, answers, strict=True)}
 
 
 def cold_summary(answers):

@@ -465,13 +465,17 @@ class Fleet:
             lines += model.settings(self.host)
         self.config.write_text("\n".join(lines) + "\n")
 
+    def ask_xpool(self, *words, limit_s):
+        """`xpool WORDS`: what it prints."""
+        command = [str(self.build / "bin" / "xpool"), *words, "--config", str(self.config)]
+        out = subprocess.run(command, capture_output=True, text=True, env=self.role_variables, timeout=limit_s)
+        if out.returncode:
+            raise harness.Failed(f"xpool {' '.join(words)}: {(out.stderr or out.stdout).strip()}")
+        return out.stdout
+
     def planned(self, *words):
         """What `xpool plan` prints."""
-        command = [str(self.build / "bin" / "xpool"), "plan", *words, "--config", str(self.config)]
-        plan = subprocess.run(command, capture_output=True, text=True, env=self.role_variables, timeout=60)
-        if plan.returncode:
-            raise harness.Failed(f"xpool plan: {plan.stderr or plan.stdout}")
-        return plan.stdout
+        return self.ask_xpool("plan", *words, limit_s=60)
 
     def size_pool(self):
         """Configures as much memory of the attention devices as leaves `pool` bytes to KV Caches. What is taken
@@ -580,11 +584,7 @@ class Fleet:
 
     def kv(self, *words):
         """`xpool kv WORDS`: what it prints."""
-        command = [str(self.build / "bin" / "xpool"), "kv", *words, "--config", str(self.config)]
-        out = subprocess.run(command, capture_output=True, text=True, env=self.role_variables, timeout=20)
-        if out.returncode:
-            raise harness.Failed(f"xpool kv {' '.join(words)}: {out.stderr.strip()}")
-        return out.stdout
+        return self.ask_xpool("kv", *words, limit_s=20)
 
     def books(self):
         """`xpool kv --json`."""

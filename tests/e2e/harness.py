@@ -440,8 +440,8 @@ class Stream:
         self.connection.close()
 
 
-def together(functions):
-    """Runs functions at the same time; their results in order, or the first exception."""
+def together(functions, limit_s=TOGETHER_S):
+    """Runs functions at the same time; their results in order, or the first exception. `limit_s`: of them all."""
     results, errors = [None] * len(functions), []
 
     def one(index):
@@ -451,7 +451,7 @@ def together(functions):
             errors.append(error)
 
     threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(functions))]
-    until = time.monotonic() + TOGETHER_S * SLOW
+    until = time.monotonic() + limit_s * SLOW
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -459,7 +459,7 @@ def together(functions):
     if errors:
         raise errors[0]
     left = sum(thread.is_alive() for thread in threads)
-    check(not left, f"{left} of {len(threads)} calls have not ended within {TOGETHER_S * SLOW:.0f} s")
+    check(not left, f"{left} of {len(threads)} calls have not ended within {limit_s * SLOW:.0f} s")
     return results
 
 

@@ -41,6 +41,18 @@ struct fake_launch {
     unsigned char values[FAKE_PARAMETERS][FAKE_VALUE_MAX];
 };
 
+/* Of a launch: the argument, which has 8 bytes or fewer; the same as an address. */
+static inline uint64_t fake_argument(const fake_launch_t *launch, int index)
+{
+    uint64_t value = 0;
+    memcpy(&value, launch->values[index], launch->kernel->sizes[index]);
+    return value;
+}
+static inline void *fake_pointer(const fake_launch_t *launch, int index)
+{
+    return (void *)(uintptr_t)fake_argument(launch, index);
+}
+
 struct cuda_stream_object {
     bool used, capturing, busy;
 };

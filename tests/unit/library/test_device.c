@@ -44,13 +44,6 @@ static uint32_t next_status; /* what the next call ends with */
 static uint32_t notice;      /* as a launch saw it last */
 static uint64_t pause_limit_ns;
 
-static uint64_t argument(const fake_launch_t *launch, int index)
-{
-    uint64_t value;
-    memcpy(&value, launch->values[index], sizeof(value));
-    return value;
-}
-
 static void run_nothing(const fake_launch_t *launch)
 {
 }
@@ -58,12 +51,12 @@ static void run_live(const fake_launch_t *launch)
 {
     lives++;
     memcpy(&live_written, launch->values[1], sizeof(live_written));
-    memcpy((void *)(uintptr_t)argument(launch, 0), &live_written, sizeof(live_written));
+    memcpy(fake_pointer(launch, 0), &live_written, sizeof(live_written));
 }
 static void run_call(const fake_launch_t *launch)
 {
-    transport_device_state_t *state = (void *)(uintptr_t)argument(launch, 3);
-    const transport_live_t *live = (const void *)(uintptr_t)argument(launch, 4);
+    transport_device_state_t *state = fake_pointer(launch, 3);
+    const transport_live_t *live = fake_pointer(launch, 4);
     transport_patience_t patience;
     memcpy(&patience, launch->values[8], sizeof(patience));
     notice = *(const uint32_t *)(uintptr_t)patience.notice;
@@ -77,12 +70,12 @@ static void run_call(const fake_launch_t *launch)
 }
 static void run_arena_start(const fake_launch_t *launch)
 {
-    memcpy((void *)(uintptr_t)argument(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
+    memcpy(fake_pointer(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
 }
 static void run_close(const fake_launch_t *launch)
 {
     closes++;
-    mailbox_close((void *)(uintptr_t)argument(launch, 0), (uint32_t)argument(launch, 1));
+    mailbox_close(fake_pointer(launch, 0), (uint32_t)fake_argument(launch, 1));
 }
 
 #define PLAIN(name)                                                                                \

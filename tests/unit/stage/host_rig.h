@@ -45,22 +45,11 @@ IMAGE(stage_scheduler_marked)
 IMAGE(stage_relay)
 
 /* ---- kernels -------------------------------------------------------------------------------- */
-static uint64_t argument(const fake_launch_t *launch, int index)
-{
-    uint64_t value = 0;
-    memcpy(&value, launch->values[index], launch->kernel->sizes[index]);
-    return value;
-}
-static void *pointer(const fake_launch_t *launch, int index)
-{
-    return (void *)(uintptr_t)argument(launch, index);
-}
-
 static void run_put(const fake_launch_t *launch)
 {
     stage_put_t put;
     memcpy(&put, launch->values[0], sizeof(put));
-    host_put(&put, pointer(launch, 1), pointer(launch, 2), pointer(launch, 3));
+    host_put(&put, fake_pointer(launch, 1), fake_pointer(launch, 2), fake_pointer(launch, 3));
 }
 static void step(void);
 static void wait_for(const mailbox_arena_t *arena, transport_device_state_t *state, uint32_t direct,
@@ -81,14 +70,14 @@ static void wait_for(const mailbox_arena_t *arena, transport_device_state_t *sta
 }
 static void run_wait(const fake_launch_t *launch)
 {
-    wait_for(pointer(launch, 0), pointer(launch, 1), (uint32_t)argument(launch, 2),
+    wait_for(fake_pointer(launch, 0), fake_pointer(launch, 1), (uint32_t)fake_argument(launch, 2),
              launch->values[3]);
 }
 static void run_take(const fake_launch_t *launch)
 {
     stage_take_t take;
     memcpy(&take, launch->values[0], sizeof(take));
-    host_take(&take, pointer(launch, 1), pointer(launch, 2));
+    host_take(&take, fake_pointer(launch, 1), fake_pointer(launch, 2));
 }
 static void run_call(const fake_launch_t *launch)
 {
@@ -96,56 +85,56 @@ static void run_call(const fake_launch_t *launch)
     stage_take_t take;
     memcpy(&put, launch->values[0], sizeof(put));
     memcpy(&take, launch->values[1], sizeof(take));
-    host_put(&put, pointer(launch, 3), pointer(launch, 4), pointer(launch, 5));
-    wait_for(pointer(launch, 2), pointer(launch, 3), (uint32_t)argument(launch, 7),
+    host_put(&put, fake_pointer(launch, 3), fake_pointer(launch, 4), fake_pointer(launch, 5));
+    wait_for(fake_pointer(launch, 2), fake_pointer(launch, 3), (uint32_t)fake_argument(launch, 7),
              launch->values[8]);
-    host_take(&take, pointer(launch, 3), pointer(launch, 6));
+    host_take(&take, fake_pointer(launch, 3), fake_pointer(launch, 6));
 }
 static void run_describe(const fake_launch_t *launch)
 {
-    stage_instance_t *instance = pointer(launch, 0);
+    stage_instance_t *instance = fake_pointer(launch, 0);
     memcpy(&instance->about, launch->values[1], sizeof(instance->about));
     instance->reason = 0;
-    if (argument(launch, 2))
-        instance->wanted = (uint32_t)argument(launch, 2);
+    if (fake_argument(launch, 2))
+        instance->wanted = (uint32_t)fake_argument(launch, 2);
 }
 static void run_page_start(const fake_launch_t *launch)
 {
-    memset(pointer(launch, 0), 0, sizeof(stage_page_t));
-    memcpy(pointer(launch, 0), launch->values[1], sizeof(stage_head_t));
+    memset(fake_pointer(launch, 0), 0, sizeof(stage_page_t));
+    memcpy(fake_pointer(launch, 0), launch->values[1], sizeof(stage_head_t));
 }
 static void run_partials_start(const fake_launch_t *launch)
 {
-    stage_partials_t *partials = pointer(launch, 0);
+    stage_partials_t *partials = fake_pointer(launch, 0);
     partials->magic = STAGE_PARTIALS_MAGIC;
     partials->abi = STAGE_ABI;
-    partials->bytes = argument(launch, 1);
-    partials->instance = (uint32_t)argument(launch, 2);
-    partials->ffn = (uint32_t)argument(launch, 3);
-    partials->members = (uint32_t)argument(launch, 4);
-    partials->rows = (uint32_t)argument(launch, 5);
-    partials->hidden = (uint32_t)argument(launch, 6);
+    partials->bytes = fake_argument(launch, 1);
+    partials->instance = (uint32_t)fake_argument(launch, 2);
+    partials->ffn = (uint32_t)fake_argument(launch, 3);
+    partials->members = (uint32_t)fake_argument(launch, 4);
+    partials->rows = (uint32_t)fake_argument(launch, 5);
+    partials->hidden = (uint32_t)fake_argument(launch, 6);
     memset(partials->ready, 0, sizeof(partials->ready));
 }
 static void run_post(const fake_launch_t *launch)
 {
-    PROTOCOL_STORE_RELEASE((uint32_t *)pointer(launch, 0), (uint32_t)argument(launch, 1));
+    PROTOCOL_STORE_RELEASE((uint32_t *)fake_pointer(launch, 0), (uint32_t)fake_argument(launch, 1));
 }
 static void run_close(const fake_launch_t *launch)
 {
-    mailbox_close(pointer(launch, 0), (uint32_t)argument(launch, 1));
+    mailbox_close(fake_pointer(launch, 0), (uint32_t)fake_argument(launch, 1));
 }
 static void run_arena_start(const fake_launch_t *launch)
 {
-    memcpy(pointer(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
+    memcpy(fake_pointer(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
 }
 static void run_live_write(const fake_launch_t *launch)
 {
-    memcpy(pointer(launch, 0), launch->values[1], sizeof(transport_live_t));
+    memcpy(fake_pointer(launch, 0), launch->values[1], sizeof(transport_live_t));
 }
 static void run_slot_describe(const fake_launch_t *launch)
 {
-    transport_slot_t value, *slot = pointer(launch, 0);
+    transport_slot_t value, *slot = fake_pointer(launch, 0);
     memcpy(&value, launch->values[1], sizeof(value));
     memcpy(slot, &value, offsetof(transport_slot_t, pad0));
     slot->wanted = value.wanted;
@@ -163,7 +152,7 @@ static void run_courier(const fake_launch_t *launch)
 {
     int index = couriers[0] ? 1 : 0;
     assert_null(couriers[index]);
-    couriers[index] = pointer(launch, 0);
+    couriers[index] = fake_pointer(launch, 0);
     assert_int_equal(couriers[index]->magic, STAGE_COURIER_MAGIC);
     assert_int_equal(launch->blocks, 1);
 }
@@ -207,7 +196,7 @@ static bool scheduling[8], still;
 static uint64_t now_ns;
 static void run_scheduler(const fake_launch_t *launch)
 {
-    stage_table_t *table = pointer(launch, 0);
+    stage_table_t *table = fake_pointer(launch, 0);
     assert_int_equal(table->magic, STAGE_TABLE_MAGIC);
     assert_int_equal(launch->blocks, 1);
     for (int i = 0; i < 8; i++)
@@ -237,13 +226,13 @@ static transport_resident_t *relay_table;
 static const stage_relay_t *relay;
 static void run_relay(const fake_launch_t *launch)
 {
-    relay_table = pointer(launch, 0);
-    relay = pointer(launch, 2);
+    relay_table = fake_pointer(launch, 0);
+    relay = fake_pointer(launch, 2);
     memset(host_relay_busy, 0, sizeof(host_relay_busy));
 }
 static void run_relay_describe(const fake_launch_t *launch)
 {
-    stage_relay_slot_t *slot = pointer(launch, 0);
+    stage_relay_slot_t *slot = fake_pointer(launch, 0);
     memcpy(slot, launch->values[1], sizeof(*slot));
     memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));

@@ -26,33 +26,22 @@ static const transport_geometry_t geometry = {
     .hidden = HIDDEN, .max_rows = ROWS, .dtype = XP_DTYPE_BF16, .dp_size = 1};
 
 /* ---- kernels -------------------------------------------------------------------------------- */
-static uint64_t argument(const fake_launch_t *launch, int index)
-{
-    uint64_t value = 0;
-    memcpy(&value, launch->values[index], launch->kernel->sizes[index]);
-    return value;
-}
-static void *pointer(const fake_launch_t *launch, int index)
-{
-    return (void *)(uintptr_t)argument(launch, index);
-}
-
 static void run_put(const fake_launch_t *launch)
 {
-    mailbox_arena_t *arena = pointer(launch, 0);
-    transport_device_state_t *state = pointer(launch, 1);
-    const transport_live_t *live = pointer(launch, 2);
-    uint32_t captured = (uint32_t)argument(launch, 4);
+    mailbox_arena_t *arena = fake_pointer(launch, 0);
+    transport_device_state_t *state = fake_pointer(launch, 1);
+    const transport_live_t *live = fake_pointer(launch, 2);
+    uint32_t captured = (uint32_t)fake_argument(launch, 4);
     if (state->status == XP_OK && state->phase == TRANSPORT_PHASE_IDLE)
-        memcpy((char *)arena + argument(launch, 7), pointer(launch, 5),
-               transport_device_rows(live, captured) * argument(launch, 6));
-    transport_device_put(arena, state, live, (uint32_t)argument(launch, 3), captured);
+        memcpy((char *)arena + fake_argument(launch, 7), fake_pointer(launch, 5),
+               transport_device_rows(live, captured) * fake_argument(launch, 6));
+    transport_device_put(arena, state, live, (uint32_t)fake_argument(launch, 3), captured);
 }
 
 static uint64_t wait_looks, wait_elapsed_ns;
 static void run_wait(const fake_launch_t *launch)
 {
-    transport_device_state_t *state = pointer(launch, 1);
+    transport_device_state_t *state = fake_pointer(launch, 1);
     if (transport_device_wait_begin(state))
         return;
     transport_patience_t patience;
@@ -60,7 +49,7 @@ static void run_wait(const fake_launch_t *launch)
     memcpy(&patience, launch->values[2], sizeof(patience));
     transport_device_wait_start(&clock, 0);
     /* Time passes by looks: a wait without an answer ends by its limit. */
-    for (uint64_t i = 0; !transport_device_wait_look(pointer(launch, 0), state); i++)
+    for (uint64_t i = 0; !transport_device_wait_look(fake_pointer(launch, 0), state); i++)
         if (i >= wait_looks &&
             transport_device_wait_life(&patience, state, &clock, wait_elapsed_ns))
             break;
@@ -68,12 +57,12 @@ static void run_wait(const fake_launch_t *launch)
 
 static void run_take(const fake_launch_t *launch)
 {
-    transport_device_state_t *state = pointer(launch, 1);
+    transport_device_state_t *state = fake_pointer(launch, 1);
     if (transport_device_take_allowed(state))
-        memcpy(pointer(launch, 3), (char *)pointer(launch, 0) + argument(launch, 5),
-               state->rows * argument(launch, 4));
+        memcpy(fake_pointer(launch, 3), (char *)fake_pointer(launch, 0) + fake_argument(launch, 5),
+               state->rows * fake_argument(launch, 4));
     else
-        memset(pointer(launch, 3), 0xff, argument(launch, 2) * argument(launch, 4));
+        memset(fake_pointer(launch, 3), 0xff, fake_argument(launch, 2) * fake_argument(launch, 4));
     transport_device_take(state);
 }
 
@@ -101,25 +90,25 @@ static void run_call(const fake_launch_t *launch)
 
 static void run_arena_start(const fake_launch_t *launch)
 {
-    memcpy(pointer(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
+    memcpy(fake_pointer(launch, 0), launch->values[1], sizeof(mailbox_arena_t));
 }
 static void run_close(const fake_launch_t *launch)
 {
-    mailbox_close(pointer(launch, 0), (uint32_t)argument(launch, 1));
+    mailbox_close(fake_pointer(launch, 0), (uint32_t)fake_argument(launch, 1));
 }
 static void run_live_write(const fake_launch_t *launch)
 {
-    memcpy(pointer(launch, 0), launch->values[1], sizeof(transport_live_t));
+    memcpy(fake_pointer(launch, 0), launch->values[1], sizeof(transport_live_t));
 }
 static void run_recover(const fake_launch_t *launch)
 {
-    transport_device_state_t *state = pointer(launch, 0);
+    transport_device_state_t *state = fake_pointer(launch, 0);
     if (state->phase == TRANSPORT_PHASE_IDLE)
         state->status = XP_OK;
 }
 static void run_slot_describe(const fake_launch_t *launch)
 {
-    transport_slot_t value, *slot = pointer(launch, 0);
+    transport_slot_t value, *slot = fake_pointer(launch, 0);
     memcpy(&value, launch->values[1], sizeof(value));
     memcpy(slot, &value, offsetof(transport_slot_t, pad0));
     slot->requests = slot->total_rows = 0;
@@ -128,7 +117,7 @@ static void run_slot_describe(const fake_launch_t *launch)
 }
 static void run_post(const fake_launch_t *launch)
 {
-    PROTOCOL_STORE_RELEASE((uint32_t *)pointer(launch, 0), (uint32_t)argument(launch, 1));
+    PROTOCOL_STORE_RELEASE((uint32_t *)fake_pointer(launch, 0), (uint32_t)fake_argument(launch, 1));
 }
 
 /* The resident kernel, one step at each of the host's reads. */
@@ -136,7 +125,7 @@ static transport_resident_t *table;
 static bool silent;
 static void run_resident(const fake_launch_t *launch)
 {
-    table = pointer(launch, 0);
+    table = fake_pointer(launch, 0);
     assert_int_equal(table->magic, TRANSPORT_RESIDENT_MAGIC);
     assert_int_equal(launch->threads, (table->slots + 1) * 32);
     assert_int_equal(launch->blocks, 1);
