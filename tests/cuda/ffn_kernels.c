@@ -15,10 +15,17 @@
 #include "ffn_candidates.h"
 #include "ffn_kit.h"
 
-/* BF16 keeps 8 bits: an activation and the output are each rounded once. */
-static double tolerance(uint32_t dtype, bool partial)
+/* BF16 keeps 8 bits: an activation and the output are each rounded once, by up to 2^-8, on an
+ * average (of squares) by 1.7e-3. A sum of many activations is off by such an average; of few, one
+ * may be most of it. Then the bound is 2^-8 = 3.9e-3 times the condition of down's columns, 1.075
+ * for 8 of 4096 rows; and the output's average is added by squares. */
+#define FEW_ACTIVATIONS 32u
+static double tolerance(const ffn_cuda_signature_t *s, bool partial)
 {
-    if (dtype == FFN_CUDA_BF16)
+    const uint32_t activations = s->experts ? s->top_k * s->intermediate : s->intermediate;
+    if (s->dtype == FFN_CUDA_BF16 && activations < FEW_ACTIVATIONS)
+        return partial ? 4.2e-3 : 4.5e-3;
+    if (s->dtype == FFN_CUDA_BF16)
         return partial ? 3e-3 : 4e-3;
     return partial ? 5e-4 : 6e-4;
 }
@@ -130,7 +137,7 @@ static void lane_compare(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_la
 {
     const uint32_t hidden = m->signature.hidden, rows = l->lane.rows;
     float *got = malloc(hidden * 4), *want = malloc(hidden * 4);
-    const double limit_error = slack * tolerance(m->signature.dtype, l->lane.output == NULL);
+    const double limit_error = slack * tolerance(&m->signature, l->lane.output == NULL);
     CHECK(got && want);
     cases++;
     for (uint32_t i = 0; i < limit && i < rows; i++) {
