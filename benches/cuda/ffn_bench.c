@@ -107,7 +107,6 @@ void bench_lanes_make(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t count, 
     l->output = ffn_kit_alloc(kit, elements * 2);
     for (uint32_t i = 0; i < count; i++) {
         l->at[i] = ffn_kit_alloc(kit, sizeof(ffn_cuda_lane_t));
-        l->paired[i] = ffn_kit_alloc(kit, sizeof(ffn_cuda_lane_t));
         l->input[i] = ffn_kit_alloc(kit, elements * 2);
         ffn_kit_fill(kit, l->input[i], elements, 9000 + i, 1.0f,
                      (ffn_cuda_dtype_t)m->signature.dtype);
@@ -126,9 +125,6 @@ void bench_lanes_rows(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows)
     for (uint32_t i = 0; i < l->count; i++) {
         l->lane[i].rows = rows;
         ffn_kit_write(kit, l->at[i], &l->lane[i], sizeof(l->lane[i]));
-        ffn_cuda_lane_t paired = l->lane[i];
-        paired.workspace.paired = 1;
-        ffn_kit_write(kit, l->paired[i], &paired, sizeof(paired));
     }
 }
 
@@ -136,7 +132,6 @@ void bench_lanes_free(ffn_kit_t *kit, bench_lanes_t *l)
 {
     for (uint32_t i = 0; i < l->count; i++) {
         ffn_kit_free(kit, l->at[i]);
-        ffn_kit_free(kit, l->paired[i]);
         ffn_kit_free(kit, l->input[i]);
     }
     ffn_kit_free(kit, l->output);
@@ -242,7 +237,7 @@ static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_
                               samples[8 + (count - 8) * 99 / 100] / 1e3, sum / (count - 8) / 1e3};
 }
 
-static ffn_cuda_signature_t signature_dense(void)
+ffn_cuda_signature_t bench_signature_dense(void)
 {
     return (ffn_cuda_signature_t){
         .hidden = 5120, .intermediate = 17408, .dtype = FFN_CUDA_BF16, .routed_scale = 1.0f};
@@ -264,7 +259,7 @@ ffn_cuda_signature_t bench_signature_moe(void)
 static void bench_dense_decode(ffn_kit_t *kit)
 {
     static const uint32_t counts[] = {1, 2, 4, 8, 16};
-    const ffn_cuda_signature_t s = signature_dense();
+    const ffn_cuda_signature_t s = bench_signature_dense();
     const double bytes = 3.0 * s.hidden * s.intermediate * 2;
     ffn_kit_model_t m;
     bench_lanes_t l;
@@ -356,7 +351,7 @@ static void bench_moe_decode(ffn_kit_t *kit)
 static void bench_dense_prefill(ffn_kit_t *kit)
 {
     enum { ROWS = 4096, LAYERS = 2 };
-    const ffn_cuda_signature_t s = signature_dense();
+    const ffn_cuda_signature_t s = bench_signature_dense();
     const double flops = 6.0 * ROWS * s.hidden * s.intermediate;
     ffn_library_t *library;
     ffn_library_plan_t *plan;
@@ -591,7 +586,7 @@ static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_sign
 static void bench_split(ffn_kit_t *kit)
 {
     static const uint32_t dense[] = {1, 4, 8, 16}, moe[] = {1, 4, 8, 16, 32};
-    const ffn_cuda_signature_t s = signature_dense(), e = bench_signature_moe();
+    const ffn_cuda_signature_t s = bench_signature_dense(), e = bench_signature_moe();
     sample_count = 512;
     bench_split_of(kit, "dense", &s, 6, dense, 4);
     bench_split_of(kit, "moe", &e, 4, moe, 5);
@@ -682,7 +677,7 @@ static void bench_candidates_of(ffn_kit_t *kit, const ffn_candidates_t *c, const
 
 static void bench_candidates(ffn_kit_t *kit, const char *names)
 {
-    const ffn_cuda_signature_t s = signature_dense(), e = bench_signature_moe();
+    const ffn_cuda_signature_t s = bench_signature_dense(), e = bench_signature_moe();
     ffn_candidates_t candidates;
     ffn_candidates_load(kit, names, &candidates);
     quick = false;

@@ -10,7 +10,6 @@ enum { MAX_LANES = 32 };
 typedef struct bench_lanes {
     ffn_cuda_lane_t lane[MAX_LANES];
     cuda_address_t at[MAX_LANES], input[MAX_LANES], output, workspace;
-    cuda_address_t paired[MAX_LANES]; /* the same Lanes, with stages that are copied in pairs */
     uint32_t count;
 } bench_lanes_t;
 
@@ -25,9 +24,10 @@ void bench_lanes_make(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t count, 
                       uint32_t bulk, bench_lanes_t *l);
 void bench_lanes_rows(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows);
 void bench_lanes_free(ffn_kit_t *kit, bench_lanes_t *l);
+ffn_cuda_signature_t bench_signature_dense(void);
 ffn_cuda_signature_t bench_signature_moe(void);
 
-/* All ways to compute a layer of experts for 17 to 128 rows, in turns. */
+/* All ways to compute a layer for up to 128 rows, in turns: of experts, dense. */
 void bench_few(ffn_kit_t *kit);
 /* A bulk layer by launches, for 17 to 8192 rows. */
 void bench_bulk_split(ffn_kit_t *kit);

@@ -7,23 +7,18 @@
 
 /* ---- few rows and bulk, by steps ---------------------------------------------------------------
  */
-/* WAY_FEW and up: the forms of the products of few rows. */
-enum { WAY_BULK, WAY_FEW, WAY_DECODE = WAY_FEW + FFN_FEW_COUNT, WAYS = 2 * WAY_DECODE + 3 };
-/* Added: launches overlap; stages are copied in pairs. */
-#define WAY_OVERLAP 16u
-#define WAY_PAIRED  32u
+enum { WAY_BULK, WAY_FEW, WAY_DECODE, WAYS };
+static const char *const way_names[WAYS] = {"bulk", "few", "decode"};
 
 static xp_status_t way_queue(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t way, uint32_t rows,
                              const bench_lanes_t *l, uint32_t index)
 {
-    const cuda_address_t lane = way & WAY_PAIRED ? l->paired[index] : l->at[index];
-    kit->kernels.overlap = (way & WAY_OVERLAP) != 0;
-    way %= WAY_OVERLAP;
+    const cuda_address_t lane = l->at[index];
     if (way == WAY_DECODE)
         return ffn_cuda_decode(&kit->kernels, lane, kit->stream);
     if (way == WAY_BULK)
         return ffn_cuda_bulk(&kit->kernels, &m->signature, rows, 0, lane, kit->stream);
-    return ffn_cuda_few(&kit->kernels, &m->signature, way - WAY_FEW, rows, 0, lane, kit->stream);
+    return ffn_cuda_few(&kit->kernels, &m->signature, rows, 0, lane, kit->stream);
 }
 
 static cuda_graph_exec_t way_capture(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l,
@@ -37,13 +32,16 @@ static cuda_graph_exec_t way_capture(ffn_kit_t *kit, const ffn_kit_model_t *m, b
     return graph;
 }
 
-/* Distinct experts that the rows of the latest bulk or few launch chose. */
+/* Distinct experts that the rows of the latest bulk or few launch chose; dense: the one part. */
 static uint32_t experts_chosen(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lanes_t *l,
                                uint32_t rows)
 {
     bool seen[FFN_CUDA_MAX_EXPERTS] = {false};
     const uint32_t pairs = rows * m->signature.top_k;
-    uint32_t *chosen = malloc(pairs * sizeof(*chosen)), count = 0;
+    uint32_t count = 0;
+    if (pairs == 0)
+        return 1;
+    uint32_t *chosen = malloc(pairs * sizeof(*chosen));
     CHECK(chosen);
     ffn_kit_read(kit, (cuda_address_t)(uintptr_t)l->lane[0].workspace.chosen, chosen,
                  pairs * sizeof(*chosen));
@@ -72,89 +70,75 @@ static void way_output(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lan
     free(packed);
 }
 
-static void way_name(uint32_t way, char *text, size_t size)
-{
-    const uint32_t plain = way % WAY_OVERLAP;
-    snprintf(text, size, "%s%s%s%s",
-             plain == WAY_BULK     ? "bulk"
-             : plain == WAY_DECODE ? "decode"
-                                   : "few_",
-             plain == WAY_BULK || plain == WAY_DECODE ? "" : ffn_cuda_few_names[plain - WAY_FEW],
-             way & WAY_PAIRED ? "_paired" : "", way & WAY_OVERLAP ? "_overlap" : "");
-}
-
-/* The ways to compute so many rows. */
-static uint32_t ways_list(const ffn_cuda_signature_t *s, uint32_t rows, uint32_t *ways)
-{
-    uint32_t count = 0;
-    for (uint32_t way = WAY_BULK; way < WAY_DECODE; way++) {
-        ways[count++] = way;
-        ways[count++] = way + WAY_OVERLAP;
-    }
-    ways[count++] = WAY_BULK + WAY_PAIRED;
-    ways[count++] = WAY_BULK + WAY_PAIRED + WAY_OVERLAP;
-    if (rows <= ffn_cuda_decode_rows(s))
-        ways[count++] = WAY_DECODE;
-    return count;
-}
-
 /* All ways that a layer of few rows can be computed, in turn within each round, so that they see
  * the same clocks. */
-void bench_few(ffn_kit_t *kit)
+static void few_rows(ffn_kit_t *kit, const char *kind, const ffn_kit_model_t *m, bench_lanes_t *l,
+                     uint32_t rows)
 {
-    enum { ROWS = 128, ROUNDS = 9 };
-    static const uint32_t counts[] = {17, 24, 32, 48, 64, 128};
+    enum { ROUNDS = 9 };
     static double times[WAYS][ROUNDS];
-    const ffn_cuda_signature_t s = bench_signature_moe();
-    const double expert_bytes = 3.0 * s.hidden * s.intermediate * 2;
-    float *first = malloc(ROWS * s.hidden * 4), *other = malloc(ROWS * s.hidden * 4);
-    ffn_kit_model_t m;
-    bench_lanes_t l;
+    const ffn_cuda_signature_t *s = &m->signature;
+    const uint32_t ways = rows <= ffn_cuda_decode_rows(s) ? WAYS : WAY_DECODE;
+    float *first = malloc(rows * s->hidden * 4), *other = malloc(rows * s->hidden * 4);
+    cuda_graph_exec_t graph[WAYS];
+    double error[WAYS] = {0};
     CHECK(first && other);
-    ffn_kit_model_make(kit, &s, 4, 7, false, &m);
-    bench_lanes_make(kit, &m, 16, ROWS, ROWS, &l);
-    for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
-        const uint32_t rows = counts[c];
-        uint32_t ways[WAYS];
-        cuda_graph_exec_t graph[WAYS];
-        double error[WAYS] = {0};
-        bench_lanes_rows(kit, &l, rows);
-        const uint32_t count = ways_list(&s, rows, ways);
-        for (uint32_t i = 0; i < count; i++) {
-            way_output(kit, &m, &l, ways[i], rows, i ? other : first);
-            error[i] = i ? ffn_kit_error(other, first, rows * s.hidden) : 0;
-            graph[i] = way_capture(kit, &m, &l, ways[i], rows);
-        }
-        way_output(kit, &m, &l, WAY_FEW, rows, other);
-        const uint32_t experts = experts_chosen(kit, &m, &l, rows);
-        for (uint32_t round = 0; round < ROUNDS + 2; round++)
-            for (uint32_t i = 0; i < count; i++) {
-                bench_begin(kit);
-                CHECK_OK(cuda_graph_launch(&kit->device, graph[i], kit->stream));
-                const double us = bench_end_us(kit) / l.count;
-                if (round >= 2)
-                    times[i][round - 2] = us;
-            }
-        const double floor_us = experts * expert_bytes / bench_copy_rate * 1e6;
-        for (uint32_t i = 0; i < count; i++) {
-            char name[32], metric[96], note[200];
-            const double us = bench_median(times[i], ROUNDS);
-            way_name(ways[i], name, sizeof(name));
-            snprintf(metric, sizeof(metric), "ffn.moe.few%u.%s_us", rows, name);
-            snprintf(note, sizeof(note),
-                     "captured launches, %.2f of the floor; least %.1f, most %.1f; %u experts; off "
-                     "by %.1e from bulk's rows%s",
-                     us / floor_us, times[i][0], times[i][ROUNDS - 1], experts, error[i],
-                     error[i] < 0.01 ? "" : ": WRONG");
-            bench_row(metric, us, "us", floor_us, NAN, NULL, note);
-            cuda_graph_destroy(&kit->device, graph[i]);
-        }
+    bench_lanes_rows(kit, l, rows);
+    for (uint32_t way = 0; way < ways; way++)
+        graph[way] = way_capture(kit, m, l, way, rows);
+    way_output(kit, m, l, WAY_BULK, rows, first);
+    const uint32_t experts = experts_chosen(kit, m, l, rows);
+    for (uint32_t way = WAY_FEW; way < ways; way++) {
+        way_output(kit, m, l, way, rows, other);
+        error[way] = ffn_kit_error(other, first, rows * s->hidden);
     }
-    kit->kernels.overlap = false;
-    bench_lanes_free(kit, &l);
-    ffn_kit_model_free(kit, &m);
+    for (uint32_t round = 0; round < ROUNDS + 2; round++)
+        for (uint32_t way = 0; way < ways; way++) {
+            bench_begin(kit);
+            CHECK_OK(cuda_graph_launch(&kit->device, graph[way], kit->stream));
+            const double us = bench_end_us(kit) / l->count;
+            if (round >= 2)
+                times[way][round - 2] = us;
+        }
+    const double floor_us = experts * 6.0 * s->hidden * s->intermediate / bench_copy_rate * 1e6;
+    for (uint32_t way = 0; way < ways; way++) {
+        char metric[96], note[200];
+        const double us = bench_median(times[way], ROUNDS);
+        snprintf(metric, sizeof(metric), "ffn.%s.few%u.%s_us", kind, rows, way_names[way]);
+        snprintf(note, sizeof(note),
+                 "captured launches, %.2f of the floor; least %.1f, most %.1f; %u expert%s; off by "
+                 "%.1e from bulk's rows%s",
+                 us / floor_us, times[way][0], times[way][ROUNDS - 1], experts,
+                 experts == 1 ? "" : "s", error[way], error[way] < 0.01 ? "" : ": WRONG");
+        bench_row(metric, us, "us", floor_us, NAN, NULL, note);
+        cuda_graph_destroy(&kit->device, graph[way]);
+    }
     free(other);
     free(first);
+}
+
+static void few_layers(ffn_kit_t *kit, const char *kind, const ffn_cuda_signature_t *s,
+                       const uint32_t *counts, uint32_t count)
+{
+    const uint32_t most = counts[count - 1];
+    ffn_kit_model_t m;
+    bench_lanes_t l;
+    ffn_kit_model_make(kit, s, 4, 7, false, &m);
+    bench_lanes_make(kit, &m, 16, most, most, &l);
+    for (uint32_t c = 0; c < count; c++)
+        few_rows(kit, kind, &m, &l, counts[c]);
+    bench_lanes_free(kit, &l);
+    ffn_kit_model_free(kit, &m);
+}
+
+void bench_few(ffn_kit_t *kit)
+{
+    /* 1 to 16 rows are for GPUs that hold another role too: there is no decode kernel. */
+    static const uint32_t moe[] = {1, 4, 8, 16, 17, 24, 32, 48, 64, 128};
+    static const uint32_t dense[] = {8, 16, 17, 32, 64, 128};
+    const ffn_cuda_signature_t s = bench_signature_moe(), d = bench_signature_dense();
+    few_layers(kit, "moe", &s, moe, sizeof(moe) / sizeof(moe[0]));
+    few_layers(kit, "dense", &d, dense, sizeof(dense) / sizeof(dense[0]));
 }
 
 enum { SPLIT_STEPS = 64, SPLIT_ROUNDS = 5, SPLIT_LAYERS = 3 };
@@ -179,16 +163,14 @@ static void split_queued(void *context, const char *step)
 /* Where the time of a bulk layer goes, by launches. A copy goes before each layer, so that all of
  * its launches are queued when the first begins and no step waits for the host. */
 static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *l, uint32_t rows,
-                       uint32_t way, bool narrow, cuda_address_t filler, uint64_t filler_bytes)
+                       uint32_t way, cuda_address_t filler, uint64_t filler_bytes)
 {
     static split_watch_t watch;
-    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[4][SPLIT_ROUNDS];
+    static double times[SPLIT_STEPS][SPLIT_ROUNDS * SPLIT_LAYERS], whole[SPLIT_ROUNDS];
     const ffn_cuda_watch_t watched = {split_queued, &watch};
-    const char *name = way == WAY_FEW ? "few" : narrow ? "narrow" : "bulk";
+    const char *name = way_names[way];
     char metric[96], note[160];
     double sum = 0;
-    for (uint32_t i = 0; i < l->count; i++)
-        l->lane[i].workspace.narrow = narrow;
     bench_lanes_rows(kit, l, rows);
     watch.kit = kit;
     for (uint32_t i = 0; i < SPLIT_STEPS; i++)
@@ -199,7 +181,7 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
                                filler_bytes, kit->stream));
             watch.count = 0;
             split_queued(&watch, "begun");
-            CHECK_OK(way == WAY_FEW ? ffn_cuda_few_watched(&kit->kernels, &m->signature, 0, rows, 0,
+            CHECK_OK(way == WAY_FEW ? ffn_cuda_few_watched(&kit->kernels, &m->signature, rows, 0,
                                                            l->at[layer], kit->stream, &watched)
                                     : ffn_cuda_bulk_watched(&kit->kernels, &m->signature, rows, 0,
                                                             l->at[layer], kit->stream, &watched));
@@ -211,16 +193,13 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
                 times[i][(round - 1) * SPLIT_LAYERS + layer] = (double)milliseconds * 1e3;
             }
         }
-    for (uint32_t n = 0; n < 4; n++) {
-        cuda_graph_exec_t graph = way_capture(kit, m, l, way + n * WAY_OVERLAP, rows);
-        for (uint32_t round = 0; round < SPLIT_ROUNDS + 2; round++) {
-            bench_begin(kit);
-            CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
-            whole[n][round < 2 ? 0 : round - 2] = bench_end_us(kit) / l->count;
-        }
-        cuda_graph_destroy(&kit->device, graph);
+    cuda_graph_exec_t graph = way_capture(kit, m, l, way, rows);
+    for (uint32_t round = 0; round < SPLIT_ROUNDS + 2; round++) {
+        bench_begin(kit);
+        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+        whole[round < 2 ? 0 : round - 2] = bench_end_us(kit) / l->count;
     }
-    kit->kernels.overlap = false;
+    cuda_graph_destroy(&kit->device, graph);
     for (uint32_t i = 1; i < watch.count; i++) {
         double us = bench_median(times[i], SPLIT_ROUNDS * SPLIT_LAYERS);
         uint32_t launches = 1;
@@ -235,15 +214,7 @@ static void split_rows(ffn_kit_t *kit, const ffn_kit_model_t *m, bench_lanes_t *
     }
     snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.whole_us", rows, name);
     snprintf(note, sizeof(note), "captured, a layer; the steps above are %.1f us together", sum);
-    bench_row(metric, bench_median(whole[0], SPLIT_ROUNDS), "us", NAN, NAN, NULL, note);
-    static const char *const others[4] = {"", "overlap", "paired", "paired_overlap"};
-    for (uint32_t n = 1; n < (way == WAY_BULK ? 4u : 2u); n++) {
-        snprintf(metric, sizeof(metric), "ffn.moe.split%u.%s.%s_us", rows, name, others[n]);
-        bench_row(
-            metric, bench_median(whole[n], SPLIT_ROUNDS), "us", NAN, NAN, NULL,
-            "the same; overlap: launches begin before those before them have ended; paired: 256 "
-            "contiguous bytes of each row at once");
-    }
+    bench_row(metric, bench_median(whole, SPLIT_ROUNDS), "us", NAN, NAN, NULL, note);
     for (uint32_t i = 0; i < SPLIT_STEPS; i++)
         cuda_event_destroy(&kit->device, watch.event[i]);
 }
@@ -259,11 +230,9 @@ void bench_bulk_split(ffn_kit_t *kit)
     ffn_kit_model_make(kit, &s, SPLIT_LAYERS, 8, false, &m);
     bench_lanes_make(kit, &m, SPLIT_LAYERS, 8192, 8192, &l);
     for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]); c++) {
-        split_rows(kit, &m, &l, counts[c], WAY_BULK, false, filler, filler_bytes);
+        split_rows(kit, &m, &l, counts[c], WAY_BULK, filler, filler_bytes);
         if (counts[c] <= ffn_cuda_few_rows(&s))
-            split_rows(kit, &m, &l, counts[c], WAY_FEW, false, filler, filler_bytes);
-        else
-            split_rows(kit, &m, &l, counts[c], WAY_BULK, true, filler, filler_bytes);
+            split_rows(kit, &m, &l, counts[c], WAY_FEW, filler, filler_bytes);
     }
     bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);

@@ -204,19 +204,6 @@ static bool used(const ffnagent_t *self)
     return false;
 }
 
-/* XPOOL_TEST_FEW_ROWS, XPOOL_TEST_OVERLAP, XPOOL_TEST_PAIRED and XPOOL_TEST_NARROW compare ways of
- * execution without another build. */
-static uint32_t few_rows(void)
-{
-    const char *text = getenv("XPOOL_TEST_FEW_ROWS");
-    const long rows = text ? strtol(text, NULL, 10) : 0;
-    if (rows <= 0 || rows > UINT16_MAX)
-        return 0;
-    xp_log_warn("XPOOL_TEST_FEW_ROWS is set: up to %ld rows go through the products of few rows",
-                rows);
-    return (uint32_t)rows;
-}
-
 static xp_status_t load_job(void *context)
 {
     ffnagent_t *self = context;
@@ -238,10 +225,6 @@ static xp_status_t load_job(void *context)
         .resident = !shared(self) && self->plan->provider != FABRIC_PROVIDER_NVSHMEM_FAR,
         .shared_role = shared(self),
         .library = true,
-        .few_rows = few_rows(),
-        .overlap = getenv("XPOOL_TEST_OVERLAP") != NULL,
-        .paired = getenv("XPOOL_TEST_PAIRED") != NULL,
-        .narrow = getenv("XPOOL_TEST_NARROW") != NULL,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,
         .cpu = -1};
     XP_TRY(ffn_cuda_runtime_create(&config, &self->runtime));

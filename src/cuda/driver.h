@@ -42,20 +42,6 @@ typedef struct cuda_location {
     int32_t type, id;
 } cuda_location_t;
 /* One attribute of a launch; `value` is as wide as the widest. */
-typedef struct cuda_launch_attribute {
-    int32_t id;
-    int32_t pad;
-    union {
-        char widest[64];
-        int32_t flag;
-    } value;
-} cuda_launch_attribute_t;
-typedef struct cuda_launch_config {
-    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
-    cuda_stream_t stream;
-    cuda_launch_attribute_t *attributes;
-    unsigned attribute_count;
-} cuda_launch_config_t;
 typedef struct cuda_allocation_properties {
     int32_t type, handle_types;
     cuda_location_t location;
@@ -107,10 +93,7 @@ enum {
     CUDA_FUNCTION_REGISTERS = 4,
     CUDA_FUNCTION_MAX_DYNAMIC_SHARED_BYTES = 8,
 };
-#define CUDA_STREAM_NON_BLOCKING 1u
-/* Attribute of a launch: it may begin before the one before it has ended, and waits in the kernel.
- */
-#define CUDA_LAUNCH_OVERLAPS         6
+#define CUDA_STREAM_NON_BLOCKING     1u
 #define CUDA_EVENT_DISABLE_TIMING    2u
 #define CUDA_HOST_ALLOC_PORTABLE     1u
 #define CUDA_HOST_ALLOC_MAPPED       2u
@@ -163,9 +146,6 @@ enum {
       (cuda_function_t function, unsigned grid_x, unsigned grid_y, unsigned grid_z,                \
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \
        cuda_stream_t stream, void **parameters, void **extra))                                     \
-    X(cuLaunchKernelEx, cuLaunchKernelEx,                                                          \
-      (const cuda_launch_config_t *config, cuda_function_t function, void **parameters,            \
-       void **extra))                                                                              \
     X(cuLaunchCooperativeKernel, cuLaunchCooperativeKernel,                                        \
       (cuda_function_t function, unsigned grid_x, unsigned grid_y, unsigned grid_z,                \
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \

@@ -125,7 +125,6 @@ static xp_status_t create_device(ffn_cuda_runtime_t *runtime)
     cuda_stream_t *const streams[] = {&runtime->control, &runtime->decode, &runtime->bulk,
                                       &runtime->resident, &runtime->watch};
     XP_TRY(ffn_cuda_kernels_load(device, blocks, &runtime->kernels));
-    runtime->kernels.overlap = runtime->config.overlap;
     XP_TRY(cuda_module_load(device, &cuda_image_ffn_dispatch, dispatch_names, DISPATCH_KERNELS,
                             &runtime->module, runtime->function));
     for (uint32_t i = 0; i < 5; i++)
@@ -552,14 +551,10 @@ static xp_status_t start_lane(ffn_cuda_runtime_t *runtime, uint32_t index)
     const cuda_lane_t *own = &runtime->lane[index];
     ffn_cuda_lane_t lane = {.layers = runtime->dispatch.layers};
     ffn_cuda_workspace_carve(&runtime->limits, own->workspace, &lane.workspace);
-    lane.workspace.narrow = runtime->config.narrow;
-    lane.workspace.paired = runtime->config.paired;
     XP_TRY(runtime_write(runtime, own->lane, &lane, sizeof(lane)));
     /* Pieces and their Lane take turns, pieces of all Lanes in the shared workspace as well. */
     if (runtime->shared_at)
         ffn_cuda_workspace_carve(&runtime->shared_limits, runtime->shared_at, &lane.workspace);
-    lane.workspace.narrow = runtime->config.narrow;
-    lane.workspace.paired = runtime->config.paired;
     XP_TRY(runtime_write(runtime, own->piece, &lane, sizeof(lane)));
     runtime->dispatch.lanes[index] = (ffn_cuda_dispatch_lane_t){
         .lane = cuda_pointer(own->lane),
@@ -846,9 +841,7 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
     uint32_t layers = 0, parts = 0, templates = 0;
     uint64_t usage_bytes = 0;
     ffn_cuda_signature_t seen[CUDA_MAX_SIGNATURES];
-    /* With the one Capacity more that products of few rows may have. */
-    const ffn_cuda_config_t config = {
-        .lanes = lanes, .max_rows = max_rows, .few_rows = FEW_ROWS_MOST};
+    const ffn_cuda_config_t config = {.lanes = lanes, .max_rows = max_rows};
     cuda_lane_t *lane = calloc(lanes ? lanes : 1, sizeof(*lane));
     ffn_cuda_runtime_t *shape = calloc(1, sizeof(*shape));
     cuda_address_t unused[2];

@@ -45,12 +45,6 @@ typedef struct ffn_cuda_config {
                                     the scheduler's */
     uint32_t bulk_blocks;        /* of bulk products while decode is active; 0 = all */
     uint32_t piece_rows;         /* most rows of one piece of bulk work; 0 = by the 300 us rule */
-    uint32_t few_rows;           /* up to so many rows (and above those of the decode kernel) by
-                                    ffn_cuda_few(), where it takes them; 0 = by ffn_cuda_bulk() */
-    uint32_t few_form;           /* FFN_FEW_...: how; the results are the same */
-    bool overlap;                /* ffn_cuda_kernels_t */
-    bool paired;                 /* ffn_cuda_workspace_t */
-    bool narrow;                 /* sums of experts' results are over 16-bit values, not FP32 */
     uint32_t records;           /* Invocation records kept for ffn_cuda_runtime_records; 0 = none */
     int32_t cpu;                /* of the host thread; negative = not pinned */
     uint64_t block_bytes;       /* most bytes of one allocation of weights; 0 = 48 GiB */

@@ -38,16 +38,6 @@ SAME_PLACE(cuda_allocation_properties_t, flags, CUmemAllocationProp, allocFlags)
 SAME_PLACE(cuda_allocation_properties_t, flags.usage, CUmemAllocationProp, allocFlags.usage);
 SAME_SIZE(cuda_access_t, CUmemAccessDesc);
 SAME_PLACE(cuda_access_t, flags, CUmemAccessDesc, flags);
-SAME_SIZE(cuda_launch_attribute_t, CUlaunchAttribute);
-SAME_PLACE(cuda_launch_attribute_t, value, CUlaunchAttribute, value);
-SAME_PLACE(cuda_launch_attribute_t, value.flag, CUlaunchAttribute,
-           value.programmaticStreamSerializationAllowed);
-SAME_SIZE(cuda_launch_config_t, CUlaunchConfig);
-SAME_PLACE(cuda_launch_config_t, block_x, CUlaunchConfig, blockDimX);
-SAME_PLACE(cuda_launch_config_t, shared_bytes, CUlaunchConfig, sharedMemBytes);
-SAME_PLACE(cuda_launch_config_t, stream, CUlaunchConfig, hStream);
-SAME_PLACE(cuda_launch_config_t, attributes, CUlaunchConfig, attrs);
-SAME_PLACE(cuda_launch_config_t, attribute_count, CUlaunchConfig, numAttrs);
 SAME_SIZE(int, CUdevice);
 SAME_SIZE(int, CUresult);
 
@@ -81,7 +71,6 @@ SAME(CUDA_FUNCTION_SHARED_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
 SAME(CUDA_FUNCTION_LOCAL_BYTES, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES);
 SAME(CUDA_FUNCTION_REGISTERS, CU_FUNC_ATTRIBUTE_NUM_REGS);
 SAME(CUDA_FUNCTION_MAX_DYNAMIC_SHARED_BYTES, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
-SAME(CUDA_LAUNCH_OVERLAPS, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 SAME(CUDA_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING);
 SAME(CUDA_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);
 SAME(CUDA_HOST_ALLOC_PORTABLE, CU_MEMHOSTALLOC_PORTABLE);

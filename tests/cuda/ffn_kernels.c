@@ -15,10 +15,17 @@
 #include "ffn_candidates.h"
 #include "ffn_kit.h"
 
-/* BF16 keeps 8 bits: an activation and the output are each rounded once. */
-static double tolerance(uint32_t dtype, bool partial)
+/* BF16 keeps 8 bits: an activation and the output are each rounded once, by up to 2^-8, on an
+ * average (of squares) by 1.7e-3. A sum of many activations is off by such an average; of few, one
+ * may be most of it. Then the bound is 2^-8 = 3.9e-3 times the condition of down's columns, 1.075
+ * for 8 of 4096 rows; and the output's average is added by squares. */
+#define FEW_ACTIVATIONS 32u
+static double tolerance(const ffn_cuda_signature_t *s, bool partial)
 {
-    if (dtype == FFN_CUDA_BF16)
+    const uint32_t activations = s->experts ? s->top_k * s->intermediate : s->intermediate;
+    if (s->dtype == FFN_CUDA_BF16 && activations < FEW_ACTIVATIONS)
+        return partial ? 4.2e-3 : 4.5e-3;
+    if (s->dtype == FFN_CUDA_BF16)
         return partial ? 3e-3 : 4e-3;
     return partial ? 5e-4 : 6e-4;
 }
@@ -130,7 +137,7 @@ static void lane_compare(ffn_kit_t *kit, const ffn_kit_model_t *m, const test_la
 {
     const uint32_t hidden = m->signature.hidden, rows = l->lane.rows;
     float *got = malloc(hidden * 4), *want = malloc(hidden * 4);
-    const double limit_error = slack * tolerance(m->signature.dtype, l->lane.output == NULL);
+    const double limit_error = slack * tolerance(&m->signature, l->lane.output == NULL);
     CHECK(got && want);
     cases++;
     for (uint32_t i = 0; i < limit && i < rows; i++) {
@@ -370,18 +377,12 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
 
 /* ---- bulk
  * ---------------------------------------------------------------------------------------- */
-/* narrow: pairs' results in 16 bits before they are added; with launches that overlap. paired:
- * stages are copied in pairs. */
-static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow, bool paired)
+static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
     static const uint32_t counts[] = {0, 1, 17, 64, 129, 700, 2048, 8192};
     const uint32_t most = small ? 129 : (m->signature.hidden <= 512 ? 8192 : 700);
     test_lane_t l;
     lane_make(kit, m, most, most, &l);
-    l.lane.workspace.narrow = narrow;
-    l.lane.workspace.paired = paired;
-    kit->kernels.overlap = narrow;
-    slack = narrow ? 1.6 : 1;
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         if (counts[i] > most)
             break;
@@ -390,47 +391,42 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m, bool narrow, boo
         CHECK_OK(ffn_cuda_bulk(&kit->kernels, &m->signature, i % 3 ? most : counts[i], 0, l.at,
                                kit->stream));
         ffn_kit_wait(kit, kit->stream);
-        lane_compare(kit, m, &l, 4, narrow ? "bulk, narrow" : paired ? "bulk, paired" : "bulk");
+        lane_compare(kit, m, &l, 4, "bulk");
     }
-    slack = 1;
-    kit->kernels.overlap = false;
     lane_free(kit, &l);
 }
 
 /* The products of few rows, as a row gets them with any others. */
-static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form, bool overlap)
+static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
     static const uint32_t counts[] = {0, 1, 8, 17, 24, 32, 33, 48, 64, 97, 128};
     const uint32_t hidden = m->signature.hidden;
     const uint32_t most = small ? 33 : ffn_cuda_few_rows(&m->signature);
-    char what[64];
+    const char *what = "few rows";
     test_lane_t l;
     if (ffn_cuda_few_rows(&m->signature) == 0)
         return;
-    snprintf(what, sizeof(what), "few rows, %s%s", ffn_cuda_few_names[form],
-             overlap ? ", overlapping" : "");
-    kit->kernels.overlap = overlap;
     lane_make(kit, m, most, most, &l);
     uint16_t *all = malloc(hidden * 2 * most), *some = malloc(hidden * 2 * 3);
     CHECK(all && some);
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]) && counts[i] <= most; i++) {
         lane_set(kit, m, &l, i % m->layers, counts[i], i % 2, 800 + i);
-        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, i % 3 ? most : counts[i],
-                              i % 4 * 11, l.at, kit->stream));
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, i % 3 ? most : counts[i], i % 4 * 11,
+                              l.at, kit->stream));
         ffn_kit_wait(kit, kit->stream);
         lane_compare(kit, m, &l, 4, what);
     }
     /* A row gives the same bits among others, and with other blocks. */
     lane_set(kit, m, &l, 0, most, false, 899);
-    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, most, 0, l.at, kit->stream));
+    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most, 0, l.at, kit->stream));
     ffn_kit_wait(kit, kit->stream);
     ffn_kit_read(kit, l.output, all, hidden * 2 * most);
     for (uint32_t row = 0; row + 3 <= most; row += 29) {
         l.lane.input = (void *)(uintptr_t)(l.input + (uint64_t)row * hidden * 2);
         l.lane.rows = 3;
         ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
-        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, 64 < most ? 64 : most, 7 + row,
-                              l.at, kit->stream));
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, 64 < most ? 64 : most, 7 + row, l.at,
+                              kit->stream));
         ffn_kit_wait(kit, kit->stream);
         ffn_kit_read(kit, l.output, some, hidden * 2 * 3);
         if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
@@ -445,7 +441,7 @@ static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form, bo
     l.lane.input = (void *)(uintptr_t)l.input;
     CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
     for (uint32_t i = 0; i < 2; i++)
-        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, form, most, 0, l.at, kit->stream));
+        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most, 0, l.at, kit->stream));
     CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
     for (uint32_t i = 0; i < 3; i++) {
         lane_set(kit, m, &l, i % m->layers, most - i * 11, false, 900 + i);
@@ -455,7 +451,6 @@ static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t form, bo
         lane_compare(kit, m, &l, 2, what);
     }
     cuda_graph_destroy(&kit->device, graph);
-    kit->kernels.overlap = false;
     free(some);
     free(all);
     lane_free(kit, &l);
@@ -556,7 +551,7 @@ static void padded_graph(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t
     CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
     if (few)
         CHECK_OK(
-            ffn_cuda_few(&kit->kernels, &m->signature, 0, bulk_rows, 0, one->lane.at, kit->stream));
+            ffn_cuda_few(&kit->kernels, &m->signature, bulk_rows, 0, one->lane.at, kit->stream));
     else if (bulk_rows)
         CHECK_OK(
             ffn_cuda_bulk(&kit->kernels, &m->signature, bulk_rows, 0, one->lane.at, kit->stream));
@@ -717,11 +712,9 @@ int main(int count, char **arguments)
             test_resident(&kit, &m, true, i % 2);
         }
         if (wanted(count, arguments, "bulk"))
-            for (uint32_t way = 0; way < 4; way++)
-                test_bulk(&kit, &m, way % 2, way / 2);
+            test_bulk(&kit, &m);
         if (wanted(count, arguments, "few"))
-            for (uint32_t form = 0; form < 2 * FFN_FEW_COUNT; form++)
-                test_few(&kit, &m, form / 2, form % 2);
+            test_few(&kit, &m);
         if (wanted(count, arguments, "padded") && s->experts)
             test_padded(&kit, &m);
         if (wanted(count, arguments, "library") && s->experts == 0)

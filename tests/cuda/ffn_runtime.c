@@ -31,7 +31,6 @@ CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 #define READERS      8u
 #define DECODE_COUNT 2000u
 
-static uint32_t few_rows; /* of the next scene */
 static uint32_t cases, failed, compared, unfair;
 static double worst;
 
@@ -70,7 +69,6 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         .max_rows = max_rows,
         .resident = resident,
         .library = library,
-        .few_rows = few_rows,
         .records = 4096,
         .cpu = -1,
         .failed = scene_failed,
@@ -718,10 +716,9 @@ static void bulk_run(scene_t *scene, uint32_t model, uint32_t rows)
             usleep(1000);
     }
     const double median = execution[BULK_COUNT / 2];
-    const char *name = few_rows && rows <= few_rows ? "few" : "bulk";
-    snprintf(note, sizeof(note),
-             "%u rows of %s, layers in turn, P50 of %u; %u to %u rows by ffn_cuda_few", rows,
-             real_models[model].name, BULK_COUNT, few_rows ? 17 : 0, few_rows);
+    const char *name = rows <= FEW_ROWS_MOST ? "few" : "bulk";
+    snprintf(note, sizeof(note), "%u rows of %s, layers in turn, P50 of %u", rows,
+             real_models[model].name, BULK_COUNT);
     snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.post_to_done_us", name, rows);
     print_row(metric, whole, "us", note);
     snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.execution_us", name, rows);
@@ -737,18 +734,14 @@ static void test_bulk(ffn_kit_t *kit)
 {
     static const uint32_t counts[] = {17, 32, 64, 128, 512, 1024, 4096, MOST_ROWS};
     enum { MODEL = 1 }; /* qwen3-30b-a3b */
-    for (few_rows = 0; few_rows <= 128; few_rows += 128) {
-        scene_t scene;
-        scene_open(kit, MOST_ROWS, 2048, true, false, &scene);
-        real_install(&scene, MODEL, NULL);
-        ffn_kit_fill(kit, scene.input[1], (uint64_t)MOST_ROWS * 2048, 31, 1, FFN_CUDA_BF16);
-        scene_start(&scene);
-        for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++)
-            if (few_rows == 0 || counts[i] <= few_rows)
-                bulk_run(&scene, MODEL, counts[i]);
-        scene_close(&scene);
-    }
-    few_rows = 0;
+    scene_t scene;
+    scene_open(kit, MOST_ROWS, 2048, true, false, &scene);
+    real_install(&scene, MODEL, NULL);
+    ffn_kit_fill(kit, scene.input[1], (uint64_t)MOST_ROWS * 2048, 31, 1, FFN_CUDA_BF16);
+    scene_start(&scene);
+    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++)
+        bulk_run(&scene, MODEL, counts[i]);
+    scene_close(&scene);
 }
 
 /* ---- loading ---------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ static __device__ __forceinline__ const ffn_cuda_layer_t *lane_layer(const ffn_c
 extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_begin(
     const ffn_cuda_lane_t *lane)
 {
-    ptx_launch_wait();
-    ptx_launch_next();
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t experts = lane_layer(lane)->signature->experts;
     for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
@@ -107,8 +105,6 @@ extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_route(
 {
     extern __shared__ float logits[];
     __shared__ ffn_cuda_signature_t s;
-    ptx_launch_wait();
-    ptx_launch_next();
     const ffn_cuda_layer_t *layer = lane_layer(lane);
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t first = blockIdx.x * BULK_ROUTE_ROWS, warp = threadIdx.x / 32;
@@ -160,8 +156,6 @@ static __device__ uint32_t block_sum(uint32_t value, uint32_t *shared)
 extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
     const ffn_cuda_lane_t *lane)
 {
-    ptx_launch_wait();
-    ptx_launch_next();
     __shared__ uint32_t shared[BULK_PLAN_THREADS];
     const ffn_cuda_workspace_t &w = lane->workspace;
     const ffn_cuda_signature_t &s = *lane_layer(lane)->signature;
@@ -197,8 +191,6 @@ extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_plan(
 extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_place(
     const ffn_cuda_lane_t *lane)
 {
-    ptx_launch_wait();
-    ptx_launch_next();
     const ffn_cuda_workspace_t &w = lane->workspace;
     const uint32_t top_k = lane_layer(lane)->signature->top_k;
     const uint32_t pair = blockIdx.x * BULK_THREADS + threadIdx.x;
@@ -227,17 +219,6 @@ static __device__ __forceinline__ void add_four(float4 *sum, float weight, float
     sum->w = fmaf(weight, v.w, sum->w);
 }
 
-// Four values of the products of a pair.
-template <typename T>
-static __device__ __forceinline__ float4 load_four(const ffn_cuda_workspace_t &w, uint64_t at)
-{
-    if (!w.narrow)
-        return __ldcs((const float4 *)(w.products + at));
-    const uint2 packed = __ldcs((const uint2 *)((const T *)w.products + at));
-    const float2 a = ptx_unpack<T>(packed.x), b = ptx_unpack<T>(packed.y);
-    return make_float4(a.x, a.y, b.x, b.y);
-}
-
 // A block takes rows in turn; a thread four columns. One cast, at the end.
 template <typename T> static __device__ __forceinline__ void reduce_rows(const ffn_cuda_lane_t *lane)
 {
@@ -251,12 +232,12 @@ template <typename T> static __device__ __forceinline__ void reduce_rows(const f
 #pragma unroll 8
             for (uint32_t i = 0; i < top_k; i++) {
                 const uint64_t pair = (uint64_t)row * top_k + i;
-                const float4 v = load_four<T>(w, (uint64_t)w.pair_at[pair] * hidden + column);
-                add_four(&sum, w.weights[pair], v);
+                const uint64_t at = (uint64_t)w.pair_at[pair] * hidden + column;
+                add_four(&sum, w.weights[pair], __ldcs((const float4 *)(w.products + at)));
             }
+            const uint64_t at = ((uint64_t)rows * top_k + row) * hidden + column;
             if (last)
-                add_four(&sum, 1.0f,
-                         load_four<T>(w, ((uint64_t)rows * top_k + row) * hidden + column));
+                add_four(&sum, 1.0f, __ldcs((const float4 *)(w.products + at)));
             store_four<T>(lane, (uint64_t)row * hidden + column, sum);
         }
 }
@@ -264,8 +245,6 @@ template <typename T> static __device__ __forceinline__ void reduce_rows(const f
 extern "C" __global__ void __launch_bounds__(BULK_THREADS) ffn_bulk_reduce(
     const ffn_cuda_lane_t *lane)
 {
-    ptx_launch_wait();
-    ptx_launch_next();
     if (lane_layer(lane)->signature->dtype == FFN_CUDA_BF16)
         reduce_rows<__nv_bfloat16>(lane);
     else

@@ -182,8 +182,6 @@ extern "C" __global__ void __launch_bounds__(FEW_ROUTE_THREADS) ffn_few_route(
     const ffn_cuda_lane_t *lane)
 {
     __shared__ few_route_t sh;
-    ptx_launch_wait();
-    ptx_launch_next();
     const uint32_t rows = min(lane->rows, FEW_ROWS_MOST);
     float *logits = lane->workspace.products;
     if (threadIdx.x < sizeof(sh.signature) / 4)
@@ -262,53 +260,32 @@ static __device__ __forceinline__ few_source_t few_source_at(const few_plan_t &p
     return source;
 }
 
-// Starts the copies of a part of the slot whose first step is `step`; past the end there is nothing. A
-// row's pieces follow each other: memory gives neighbours for less than it gives strangers.
-template <uint32_t STEPS, uint32_t TILES>
-static __device__ __forceinline__ void few_weights_copy(const few_source_t &source, uint32_t to,
-                                                        uint32_t step, uint64_t policy)
-{
-    const uint32_t l = threadIdx.x % 32;
-#pragma unroll
-    for (uint32_t which = 0; which < 4; which++)
-#pragma unroll
-        for (uint32_t i = 0; i < STEPS; i++) {
-            const uint32_t at = few_chunk_at(step + i, l);
-            const uint32_t bytes = at < source.item.depth ? 16 : 0; // past the depth: zeros
-            if ((source.have >> which & 1) && (step + i) * FEW_STEP_DEPTH < source.item.depth)
-                ptx_copy_sixteen(to + few_slot_at(i, which, TILES, l),
-                                 source.weights[which] + (bytes ? at * 2 : 0), bytes, policy);
-        }
-}
-template <uint32_t STEPS, uint32_t TILES>
-static __device__ __forceinline__ void few_rows_copy(const few_source_t &source, uint32_t to,
-                                                     uint32_t step)
-{
-    const uint32_t l = threadIdx.x % 32;
-#pragma unroll
-    for (uint32_t n = 0; n < TILES; n++)
-#pragma unroll
-        for (uint32_t i = 0; i < STEPS; i++) {
-            const uint32_t at = few_chunk_at(step + i, l);
-            const uint32_t bytes = at < source.item.depth ? 16 : 0;
-            if ((source.have >> (4 + n) & 1) && (step + i) * FEW_STEP_DEPTH < source.item.depth)
-                few_row_copy(to + few_slot_at(i, 4 + n, TILES, l),
-                             source.rows[n] + (bytes ? at * 2 : 0), bytes);
-        }
-}
-
-// The whole slot, as one group also past the end.
-template <uint32_t STEPS, uint32_t TILES>
+// Starts the copies of the slot whose first step is `step`, as one group also past the end, where there
+// is nothing. A row's pieces follow each other: memory gives neighbours for less than it gives strangers.
+template <uint32_t TILES>
 static __device__ __forceinline__ void few_slot_copy(const few_source_t &source, uint32_t to,
                                                      uint32_t step, uint64_t policy)
 {
-    few_weights_copy<STEPS, TILES>(source, to, step, policy);
-    few_rows_copy<STEPS, TILES>(source, to, step);
+    const uint32_t l = threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t which = 0; which < 4 + TILES; which++)
+#pragma unroll
+        for (uint32_t i = 0; i < FEW_SLOT_STEPS; i++) {
+            const uint32_t at = few_chunk_at(step + i, l);
+            const uint32_t bytes = at < source.item.depth ? 16 : 0; // past the depth: zeros
+            const uint32_t chunk = to + few_slot_at(i, which, TILES, l);
+            if (!(source.have >> which & 1) || (step + i) * FEW_STEP_DEPTH >= source.item.depth)
+                continue;
+            if (which < 4)
+                ptx_copy_sixteen(chunk, source.weights[which] + (bytes ? at * 2 : 0), bytes, policy);
+            else
+                few_row_copy(chunk, source.rows[which - 4] + (bytes ? at * 2 : 0), bytes);
+        }
     ptx_copies_commit();
 }
 
 // Reads what this lane has copied, and multiplies.
-template <typename T, uint32_t STEPS, uint32_t TILES>
+template <typename T, uint32_t TILES>
 static __device__ __forceinline__ void few_slot_multiply(const few_source_t &source,
                                                          const unsigned char *slot, uint32_t step,
                                                          float (&low)[TILES][4],
@@ -317,7 +294,7 @@ static __device__ __forceinline__ void few_slot_multiply(const few_source_t &sou
     const uint32_t l = threadIdx.x % 32;
     __syncwarp(); // the tensor cores take all lanes at once
 #pragma unroll
-    for (uint32_t i = 0; i < STEPS; i++) {
+    for (uint32_t i = 0; i < FEW_SLOT_STEPS; i++) {
         uint4 a[4], x[TILES];
         if ((step + i) * FEW_STEP_DEPTH >= source.item.depth)
             break;
@@ -335,16 +312,6 @@ static __device__ __forceinline__ void few_slot_multiply(const few_source_t &sou
             ptx_mma<T>(high[n], a[2].z, a[3].z, a[2].w, a[3].w, x[n].z, x[n].w);
         }
     }
-}
-
-template <typename T>
-static __device__ __forceinline__ void few_product_store(const ffn_cuda_lane_t *lane, uint64_t at,
-                                                         float value)
-{
-    if (lane->workspace.narrow)
-        ((T *)lane->workspace.products)[at] = ptx_from_float<T>(value);
-    else
-        lane->workspace.products[at] = value;
 }
 
 template <typename T, uint32_t TILES>
@@ -366,9 +333,9 @@ static __device__ __forceinline__ void few_store(const few_plan_t &p, const ffn_
             if (p.down) {
                 const uint64_t at = few_product_at(&p, &item, source.tile.first, row, weight_row);
                 if (weight_row < item.limit)
-                    few_product_store<T>(lane, at, low[n][i]);
+                    lane->workspace.products[at] = low[n][i];
                 if (weight_row + FEW_HALF_ROWS < item.limit)
-                    few_product_store<T>(lane, at + FEW_HALF_ROWS, high[n][i]);
+                    lane->workspace.products[at + FEW_HALF_ROWS] = high[n][i];
             } else if (weight_row < item.limit) {
                 ((T *)lane->workspace.activations)[few_activation_at(
                     &p, &item, source.tile.first, row, weight_row)] =
@@ -377,44 +344,32 @@ static __device__ __forceinline__ void few_store(const few_plan_t &p, const ffn_
         }
 }
 
-// One item; meanwhile `next` is looked up, if there is one. ring: of this warp. early: the launch before
-// may not have ended, so rows have to wait; the weights of all slots are under way meanwhile, and count
-// as the first slot's group.
-template <typename T, uint32_t WARPS, uint32_t STEPS, uint32_t TILES>
+// One item; meanwhile `next` is looked up, if there is one. ring: of this warp.
+template <typename T, uint32_t TILES>
 static __device__ __forceinline__ few_source_t
 few_item_run(const few_plan_t &p, const ffn_cuda_lane_t *lane, const ffn_cuda_part_t *parts,
              uint32_t activation, const few_source_t &source, uint32_t next, unsigned char *ring,
-             uint64_t policy, bool early)
+             uint64_t policy)
 {
-    constexpr uint32_t SLOTS = FEW_SLOTS(WARPS, STEPS, TILES);
-    constexpr uint32_t SLOT_BYTES = FEW_SLOT_BYTES(STEPS, TILES);
+    constexpr uint32_t SLOTS = FEW_SLOTS(TILES);
+    constexpr uint32_t SLOT_BYTES = FEW_SLOT_BYTES(TILES);
     static_assert(SLOTS >= 2, "one slot is copied while another one is used");
     const uint32_t at = ptx_shared(ring);
     const uint32_t steps = few_parts(source.item.depth, FEW_STEP_DEPTH);
     float low[TILES][4] = {}, high[TILES][4] = {};
-    if (early) {
 #pragma unroll
-        for (uint32_t i = 0; i < SLOTS - 1; i++)
-            few_weights_copy<STEPS, TILES>(source, at + i * SLOT_BYTES, i * STEPS, policy);
-        ptx_launch_wait();
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < SLOTS - 1; i++) {
-        if (!early)
-            few_weights_copy<STEPS, TILES>(source, at + i * SLOT_BYTES, i * STEPS, policy);
-        few_rows_copy<STEPS, TILES>(source, at + i * SLOT_BYTES, i * STEPS);
-        ptx_copies_commit();
-    }
+    for (uint32_t i = 0; i < SLOTS - 1; i++)
+        few_slot_copy<TILES>(source, at + i * SLOT_BYTES, i * FEW_SLOT_STEPS, policy);
     uint32_t ahead = SLOTS - 1; // the slot that is copied next
     const few_source_t after = next < p.items ? few_source_at(p, lane, parts, next) : source;
     uint32_t slot = 0;
 #pragma unroll 1
-    for (uint32_t step = 0; step < steps; step += STEPS) {
+    for (uint32_t step = 0; step < steps; step += FEW_SLOT_STEPS) {
         ptx_copies_wait<SLOTS - 2>();
         // Into the slot of the turn before, whose values this lane has used.
-        few_slot_copy<STEPS, TILES>(source, at + ahead * SLOT_BYTES,
-                             step + (SLOTS - 1) * STEPS, policy);
-        few_slot_multiply<T, STEPS, TILES>(source, ring + slot * SLOT_BYTES, step, low, high);
+        few_slot_copy<TILES>(source, at + ahead * SLOT_BYTES, step + (SLOTS - 1) * FEW_SLOT_STEPS,
+                             policy);
+        few_slot_multiply<T, TILES>(source, ring + slot * SLOT_BYTES, step, low, high);
         ahead = ahead + 1 == SLOTS ? 0 : ahead + 1;
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
     }
@@ -422,60 +377,49 @@ few_item_run(const few_plan_t &p, const ffn_cuda_lane_t *lane, const ffn_cuda_pa
     return after;
 }
 
-template <typename T, uint32_t WARPS, uint32_t STEPS>
+template <typename T>
 static __device__ __forceinline__ void few(const ffn_cuda_lane_t *lane, uint32_t down)
 {
     extern __shared__ __align__(128) unsigned char memory[];
-    // The plan is of the launch before gate, which gate has waited for before down could begin: down
-    // reads it, and weights, before gate has ended.
-    bool early = down;
-    if (!early)
-        ptx_launch_wait();
-    ptx_launch_next();
     const ffn_cuda_layer_t *layer = lane_layer(lane);
     const uint32_t rows = min(lane->rows, FEW_ROWS_MOST), warp = threadIdx.x / 32;
     const few_plan_t p = few_plan_make(layer->signature, rows, lane->workspace.tile_count, down);
     const ffn_cuda_part_t *parts = layer->parts;
     const uint32_t act = layer->signature->activation;
     const uint64_t policy = ptx_policy_stream();
-    unsigned char *ring = memory + warp * FEW_RING_BYTES(WARPS);
+    unsigned char *ring = memory + warp * FEW_RING_BYTES;
     uint32_t number = few_first_item(blockIdx.x, gridDim.x, warp);
-    if (number >= p.items) {
-        ptx_launch_wait();
+    if (number >= p.items)
         return;
-    }
     few_source_t at = few_source_at(p, lane, parts, number);
     while (number < p.items) {
-        number += WARPS * gridDim.x;
+        number += FEW_WARPS * gridDim.x;
         // All lanes of a warp have the same tile.
         switch (few_parts(at.tile.rows, 8)) {
         case 0:
         case 1:
-            at = few_item_run<T, WARPS, STEPS, 1>(p, lane, parts, act, at, number, ring, policy, early);
+            at = few_item_run<T, 1>(p, lane, parts, act, at, number, ring, policy);
             break;
         case 2:
-            at = few_item_run<T, WARPS, STEPS, 2>(p, lane, parts, act, at, number, ring, policy, early);
+            at = few_item_run<T, 2>(p, lane, parts, act, at, number, ring, policy);
             break;
         case 3:
-            at = few_item_run<T, WARPS, STEPS, 3>(p, lane, parts, act, at, number, ring, policy, early);
+            at = few_item_run<T, 3>(p, lane, parts, act, at, number, ring, policy);
             break;
         default:
-            at = few_item_run<T, WARPS, STEPS, 4>(p, lane, parts, act, at, number, ring, policy, early);
+            at = few_item_run<T, 4>(p, lane, parts, act, at, number, ring, policy);
             break;
         }
-        early = false;
     }
 }
 
-#define FEW_KERNELS(name, warps, steps)                                                            \
-    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                    \
-        ffn_few_##name##_bf16(const ffn_cuda_lane_t *lane, uint32_t down)                          \
-    {                                                                                              \
-        few<__nv_bfloat16, warps, steps>(lane, down);                                              \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                    \
-        ffn_few_##name##_f16(const ffn_cuda_lane_t *lane, uint32_t down)                           \
-    {                                                                                              \
-        few<__half, warps, steps>(lane, down);                                                     \
-    }
-FEW_FORMS(FEW_KERNELS)
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1)
+    ffn_few_bf16(const ffn_cuda_lane_t *lane, uint32_t down)
+{
+    few<__nv_bfloat16>(lane, down);
+}
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1)
+    ffn_few_f16(const ffn_cuda_lane_t *lane, uint32_t down)
+{
+    few<__half>(lane, down);
+}

@@ -8,20 +8,18 @@
 #define FEW_HALF_ROWS  16u  /* weight rows of half an item */
 #define FEW_STEP_DEPTH 32u  /* inner dimension of a step: 16 bytes a lane and row */
 
-/* Ways to share a multiprocessor's rings: X(name, warps, steps of a slot). A slot holds 64 bytes of
- * each row a step. Memory opens a page for each row: long slots need fewer of them; many warps bear
- * its latency better. 4.2 TB/s at 1 us need 32 KiB under way a multiprocessor. */
-#define FEW_FORMS(X)                                                                               \
-    X(6x4, 6, 4)                                                                                   \
-    X(4x4, 4, 4)                                                                                   \
-    X(3x8, 3, 8)                                                                                   \
-    X(8x2, 8, 2)
-#define FEW_CHUNK_BYTES       512u
-#define FEW_SHARED_BYTES      (220u * 1024u)
-#define FEW_RING_BYTES(warps) (FEW_SHARED_BYTES / (warps) / FEW_CHUNK_BYTES * FEW_CHUNK_BYTES)
+/* How a multiprocessor's rings are shared. A slot holds 64 bytes of each row a step. Memory opens a
+ * page for each row: long slots need fewer of them; many warps bear its latency better. 4.2 TB/s at
+ * 1 us need 32 KiB under way a multiprocessor. */
+#define FEW_WARPS        6u
+#define FEW_SLOT_STEPS   4u
+#define FEW_THREADS      (FEW_WARPS * 32u)
+#define FEW_CHUNK_BYTES  512u
+#define FEW_SHARED_BYTES (220u * 1024u)
+#define FEW_RING_BYTES   (FEW_SHARED_BYTES / FEW_WARPS / FEW_CHUNK_BYTES * FEW_CHUNK_BYTES)
 /* Of the ring, with so many eights of rows. */
-#define FEW_SLOT_BYTES(steps, tiles)   ((steps) * (4u + (tiles)) * FEW_CHUNK_BYTES)
-#define FEW_SLOTS(warps, steps, tiles) (FEW_RING_BYTES(warps) / FEW_SLOT_BYTES(steps, tiles))
+#define FEW_SLOT_BYTES(tiles) (FEW_SLOT_STEPS * (4u + (tiles)) * FEW_CHUNK_BYTES)
+#define FEW_SLOTS(tiles)      (FEW_RING_BYTES / FEW_SLOT_BYTES(tiles))
 
 #define FEW_ROUTE_THREADS 512u /* an expert a thread, where they are counted */
 #define FEW_ROUTE_EXPERTS 16u  /* of a router block */

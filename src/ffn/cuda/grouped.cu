@@ -193,7 +193,6 @@ static __device__ __forceinline__ void grouped_copy(grouped_shared_t &sh,
     const char *const input = (const char *)lane->input;
     const char *const activations = (const char *)lane->workspace.activations;
     const uint32_t *const row_ids = lane->workspace.row_ids;
-    const bool paired = lane->workspace.paired;
     const uint32_t ring = ptx_shared(sh.stage[0]), full = ptx_shared(sh.full);
     const uint32_t empty = ptx_shared(sh.empty);
     // Rows of a thread are 16 apart, so that its place in the swizzle is the same in all of them.
@@ -225,49 +224,29 @@ static __device__ __forceinline__ void grouped_copy(grouped_shared_t &sh,
         // How many of this thread's eight rows of each half exist.
         const uint32_t first_count = first_rows > row0 ? (first_rows - row0 + 15) / 16 : 0;
         const uint32_t second_count = second_rows > row0 ? (second_rows - row0 + 15) / 16 : 0;
-        // The stage after it comes along where stages are copied in pairs.
-        const uint32_t step = paired ? 2 * GROUPED_DEPTH : GROUPED_DEPTH;
-        for (uint32_t k = 0; k < w.depth; k += step) {
+        for (uint32_t k = 0; k < w.depth; k += GROUPED_DEPTH) {
             const uint32_t bytes = k + piece * 8 < w.depth ? 16 : 0; // past the end: zeros
             const uint64_t along = bytes ? (uint64_t)k * 2 : 0;
             const uint32_t to = ring + stage * GROUPED_STAGE_BYTES + place;
-            const bool two = paired && k + GROUPED_DEPTH < w.depth;
-            const uint32_t later = k + GROUPED_DEPTH + piece * 8 < w.depth ? 16 : 0;
-            const uint64_t ahead = later ? GROUPED_DEPTH * 2 : 0;
-            const uint32_t second_stage = stage + 1 == GROUPED_STAGES ? 0 : stage + 1;
-            const uint32_t other = ring + second_stage * GROUPED_STAGE_BYTES + place;
             ptx_barrier_wait(empty + stage * 8, parity ^ 1);
-            if (two)
-                ptx_barrier_wait(empty + second_stage * 8, parity ^ (second_stage != 0));
             const char *from = first + along;
 #pragma unroll
             for (uint32_t i = 0; i < 8; i++, from += 16 * pitch)
-                if (i < first_count) {
+                if (i < first_count)
                     copy_sixteen(to + (i + 8) * 2048, bytes ? from : input, bytes);
-                    if (two)
-                        copy_sixteen(other + (i + 8) * 2048, later ? from + ahead : input, later);
-                }
             from = second + along;
 #pragma unroll
             for (uint32_t i = 0; i < 8; i++, from += 16 * pitch)
-                if (i < second_count) {
+                if (i < second_count)
                     copy_sixteen(to + (i + 16) * 2048, bytes ? from : input, bytes);
-                    if (two)
-                        copy_sixteen(other + (i + 16) * 2048, later ? from + ahead : input, later);
-                }
 #pragma unroll
             for (uint32_t i = 0; i < GROUPED_ROWS / 16; i++)
-                if (rows[i]) {
+                if (rows[i])
                     copy_sixteen(to + i * 2048, bytes ? rows[i] + along : input, bytes);
-                    if (two)
-                        copy_sixteen(other + i * 2048, later ? rows[i] + along + ahead : input, later);
-                }
-            for (uint32_t n = 0; n < (two ? 2u : 1u); n++) {
-                copies_arrive(full + stage * 8);
-                if (++stage == GROUPED_STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
+            copies_arrive(full + stage * 8);
+            if (++stage == GROUPED_STAGES) {
+                stage = 0;
+                parity ^= 1;
             }
         }
     }
@@ -282,7 +261,6 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
 {
     const uint32_t group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
     const uint32_t warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-    const bool narrow = lane->workspace.narrow;
     uint32_t stage = 0, parity = 0;
     for (uint32_t number = p.begin + blockIdx.x; number < p.end; number += gridDim.x) {
         const grouped_work_t w = work_at<DOWN>(p, number);
@@ -330,15 +308,6 @@ static __device__ __forceinline__ void grouped_compute(grouped_shared_t &sh,
             if (DOWN) {
                 const uint64_t to =
                     ((w.shared_part ? p.pairs : 0) + at) * p.hidden + w.column + t * 2;
-                if (narrow) {
-                    T *out = (T *)lane->workspace.products + to;
-#pragma unroll
-                    for (uint32_t j = 0; j < 32; j++)
-                        if (w.column + j * 8 < p.hidden)
-                            *(uint32_t *)(out + j * 8) =
-                                ptx_pack<T>(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]);
-                    continue;
-                }
                 float *out = lane->workspace.products + to;
 #pragma unroll
                 for (uint32_t j = 0; j < 32; j++)
@@ -375,8 +344,6 @@ static __device__ __forceinline__ void grouped(const ffn_cuda_lane_t *lane, uint
         }
         ptx_barrier_init_fence();
     }
-    ptx_launch_wait();
-    ptx_launch_next();
     __syncthreads();
     const ffn_cuda_layer_t *layer = lane->layers + lane->layer;
     const grouped_plan_t p = plan_read<DOWN>(lane, *layer->signature, share, shares);

@@ -30,22 +30,8 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_DOWN_F16] = "ffn_grouped_down_f16",
     [FFN_KERNEL_DECODE] = "ffn_decode",
     [FFN_KERNEL_FEW_ROUTE] = "ffn_few_route",
-#define X(name, warps, steps)                                                                      \
-    [FFN_KERNEL_FEW_##name##_BF16] = "ffn_few_" #name "_bf16",                                     \
-    [FFN_KERNEL_FEW_##name##_F16] = "ffn_few_" #name "_f16",
-    FEW_FORMS(X)
-#undef X
-};
-
-const char *const ffn_cuda_few_names[FFN_FEW_COUNT] = {
-#define X(name, warps, steps) [FFN_FEW_##name] = #name,
-    FEW_FORMS(X)
-#undef X
-};
-static const uint32_t kernels_few_threads[FFN_FEW_COUNT] = {
-#define X(name, warps, steps) [FFN_FEW_##name] = (warps)*32,
-    FEW_FORMS(X)
-#undef X
+    [FFN_KERNEL_FEW_BF16] = "ffn_few_bf16",
+    [FFN_KERNEL_FEW_F16] = "ffn_few_f16",
 };
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
@@ -75,7 +61,7 @@ static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
     XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
         XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
-    for (uint32_t i = FFN_KERNEL_FEW_ROUTE + 1; i < FFN_KERNEL_COUNT; i++)
+    for (uint32_t i = FFN_KERNEL_FEW_BF16; i <= FFN_KERNEL_FEW_F16; i++)
         XP_TRY(kernels_shared(kernels, i, FEW_SHARED_BYTES));
     return XP_OK;
 }
@@ -317,30 +303,8 @@ typedef struct kernels_sequence {
     const ffn_cuda_kernels_t *kernels;
     cuda_stream_t stream;
     const ffn_cuda_watch_t *watch;
-    uint32_t launched;
     xp_status_t status;
 } kernels_sequence_t;
-
-static xp_status_t kernels_launch_over(const kernels_sequence_t *sequence, uint32_t which,
-                                       uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
-                                       void **parameters)
-{
-    cuda_launch_attribute_t overlaps = {.id = CUDA_LAUNCH_OVERLAPS, .value.flag = 1};
-    const cuda_launch_config_t config = {
-        .grid_x = blocks,
-        .grid_y = 1,
-        .grid_z = 1,
-        .block_x = threads,
-        .block_y = 1,
-        .block_z = 1,
-        .shared_bytes = shared_bytes,
-        .stream = sequence->stream,
-        .attributes = &overlaps,
-        .attribute_count = 1,
-    };
-    return CUDA_CALL(sequence->kernels->device->driver, cuLaunchKernelEx, &config,
-                     sequence->kernels->function[which], parameters, NULL);
-}
 
 static void kernels_next(kernels_sequence_t *sequence, const char *step, uint32_t which,
                          uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
@@ -349,13 +313,8 @@ static void kernels_next(kernels_sequence_t *sequence, const char *step, uint32_
     blocks = blocks ? blocks : 1;
     if (sequence->status != XP_OK)
         return;
-    /* What is before the first one, and after the last, knows nothing of waiting. */
-    if (sequence->launched++ && sequence->kernels->overlap)
-        sequence->status =
-            kernels_launch_over(sequence, which, blocks, threads, shared_bytes, parameters);
-    else
-        sequence->status = kernels_launch(sequence->kernels, which, blocks, threads, shared_bytes,
-                                          sequence->stream, parameters);
+    sequence->status = kernels_launch(sequence->kernels, which, blocks, threads, shared_bytes,
+                                      sequence->stream, parameters);
     if (sequence->watch && sequence->status == XP_OK)
         sequence->watch->queued(sequence->watch->context, step);
 }
@@ -430,38 +389,36 @@ uint32_t ffn_cuda_few_rows(const ffn_cuda_signature_t *signature)
 }
 
 xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
-                                 const ffn_cuda_signature_t *signature, uint32_t form,
-                                 uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
-                                 cuda_stream_t stream, const ffn_cuda_watch_t *watch)
+                                 const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
+                                 uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
+                                 const ffn_cuda_watch_t *watch)
 {
     const uint32_t products =
-        FFN_KERNEL_FEW_ROUTE + 1 + form * 2 + (signature->dtype == FFN_CUDA_F16);
+        signature->dtype == FFN_CUDA_F16 ? FFN_KERNEL_FEW_F16 : FFN_KERNEL_FEW_BF16;
     const uint32_t routers = kernels_parts(signature->experts, FEW_ROUTE_EXPERTS) *
                              kernels_parts(capacity_rows, FEW_ROUTE_ROWS);
     kernels_sequence_t sequence = {.kernels = kernels, .stream = stream, .watch = watch};
     uint32_t down = 0;
     void *parameters[] = {&lane, &down};
-    if (form >= FFN_FEW_COUNT || capacity_rows > ffn_cuda_few_rows(signature))
-        return xp_fail(XP_INVALID, "form %u, %u rows; the products of few rows have %u and take %u",
-                       form, capacity_rows, FFN_FEW_COUNT, ffn_cuda_few_rows(signature));
-    const uint32_t threads = kernels_few_threads[form];
+    if (capacity_rows > ffn_cuda_few_rows(signature))
+        return xp_fail(XP_INVALID, "%u rows; the products of few rows take %u", capacity_rows,
+                       ffn_cuda_few_rows(signature));
     blocks = kernels_blocks(kernels, blocks);
     kernels_next(&sequence, "router", FFN_KERNEL_FEW_ROUTE, routers, FEW_ROUTE_THREADS, 0,
                  parameters);
-    kernels_next(&sequence, "gate", products, blocks, threads, FEW_SHARED_BYTES, parameters);
+    kernels_next(&sequence, "gate", products, blocks, FEW_THREADS, FEW_SHARED_BYTES, parameters);
     down = 1;
-    kernels_next(&sequence, "down", products, blocks, threads, FEW_SHARED_BYTES, parameters);
+    kernels_next(&sequence, "down", products, blocks, FEW_THREADS, FEW_SHARED_BYTES, parameters);
     kernels_next(&sequence, "reduce", FFN_KERNEL_BULK_REDUCE, capacity_rows, BULK_THREADS, 0,
                  parameters);
     return sequence.status;
 }
 
 xp_status_t ffn_cuda_few(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
-                         uint32_t form, uint32_t capacity_rows, uint32_t blocks,
-                         cuda_address_t lane, cuda_stream_t stream)
+                         uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                         cuda_stream_t stream)
 {
-    return ffn_cuda_few_watched(kernels, signature, form, capacity_rows, blocks, lane, stream,
-                                NULL);
+    return ffn_cuda_few_watched(kernels, signature, capacity_rows, blocks, lane, stream, NULL);
 }
 
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,

@@ -30,29 +30,16 @@ enum {
     FFN_KERNEL_DOWN_F16,
     FFN_KERNEL_DECODE,
     FFN_KERNEL_FEW_ROUTE,
-#define X(name, warps, steps) FFN_KERNEL_FEW_##name##_BF16, FFN_KERNEL_FEW_##name##_F16,
-    FEW_FORMS(X)
-#undef X
-        FFN_KERNEL_COUNT
+    FFN_KERNEL_FEW_BF16,
+    FFN_KERNEL_FEW_F16,
+    FFN_KERNEL_COUNT
 };
-
-/* Forms of the products of few rows: the same results, other rates. The first is the one to use. */
-enum {
-#define X(name, warps, steps) FFN_FEW_##name,
-    FEW_FORMS(X)
-#undef X
-        FFN_FEW_COUNT
-};
-extern const char *const ffn_cuda_few_names[FFN_FEW_COUNT];
 
 typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
     cuda_module_t decode, bulk, grouped, few;
     cuda_function_t function[FFN_KERNEL_COUNT];
     uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
-    /* The launches of a bulk layer may begin before those before them have ended: each kernel
-     * waits by itself. Set by the owner before it launches. */
-    bool overlap;
 } ffn_cuda_kernels_t;
 
 /* Loads all kernels and checks that the decode grid fits. XP_UNSUPPORTED: not a device of compute
@@ -137,15 +124,14 @@ xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
 uint32_t ffn_cuda_few_rows(const ffn_cuda_signature_t *signature);
 /* The same layer for live rows and a capacity of up to ffn_cuda_few_rows(), by launches that stream
  * each chosen expert's weights once at nearly the rate of memory; same workspace. blocks: of the
- * products; 0 = all. form: FFN_FEW_... Another order of sums than ffn_cuda_bulk(), so last bits
- * differ. */
+ * products; 0 = all. Another order of sums than ffn_cuda_bulk(), so last bits differ. */
 xp_status_t ffn_cuda_few(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
-                         uint32_t form, uint32_t capacity_rows, uint32_t blocks,
-                         cuda_address_t lane, cuda_stream_t stream);
+                         uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
+                         cuda_stream_t stream);
 xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
-                                 const ffn_cuda_signature_t *signature, uint32_t form,
-                                 uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
-                                 cuda_stream_t stream, const ffn_cuda_watch_t *watch);
+                                 const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
+                                 uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
+                                 const ffn_cuda_watch_t *watch);
 
 /* output = partials[0] + ... of the Lane, in that order, in FP32, cast once. */
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,

@@ -216,23 +216,6 @@ static __device__ __forceinline__ float ptx_activate(uint32_t activation, float 
     return 0.5f * gate * (1.0f + tanhf(inner)) * up;
 }
 
-// ---- launches that overlap, since sm_90 (without that attribute both do nothing) ---------------------
-// Until the launch before has ended and all that it wrote is visible. Every thread calls it before it
-// touches what others write, and before it ends: so what follows may rely on all launches before.
-static __device__ __forceinline__ void ptx_launch_wait()
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// The next launch may begin once all blocks of this one have said so.
-static __device__ __forceinline__ void ptx_launch_next()
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // ---- barriers in shared memory and copies that complete on them, since sm_90 ---------------------
 static __device__ __forceinline__ uint64_t ptx_policy_stream()
 {

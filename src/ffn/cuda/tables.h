@@ -132,11 +132,6 @@ typedef struct ffn_cuda_workspace {
     ffn_cuda_tile_t *tiles;
     void *activations; /* routed [pairs][intermediate], then shared [rows][shared]; 16-bit */
     float *products;   /* [pairs + rows][hidden] */
-    /* Not 0: `products` holds the activations' type. Half the memory traffic of `down` and of the
-     * sum, one rounding more. */
-    uint32_t narrow;
-    /* Not 0: the grouped products copy two stages at once, 256 contiguous bytes of each row. */
-    uint32_t paired;
 } ffn_cuda_workspace_t;
 
 /* An Executor Lane on this device. */

@@ -75,7 +75,6 @@ static struct fake {
     const fake_kernel_t *kernels;
     uint32_t kernel_count;
     cuda_stream_t graph_stream; /* of the latest graph launch */
-    uint32_t overlapping;       /* launches that may begin before those before them end */
     void (*after_launch)(const fake_launch_t *launch);
     void (*before_read)(void);
     bool (*busy)(cuda_stream_t stream); /* what cuStreamQuery says */
@@ -289,17 +288,6 @@ static int fake_cuLaunchKernel(cuda_function_t function, unsigned gx, unsigned g
     if (fake.after_launch)
         fake.after_launch(&launch);
     return 0;
-}
-static int fake_cuLaunchKernelEx(const cuda_launch_config_t *config, cuda_function_t function,
-                                 void **parameters, void **extra)
-{
-    for (unsigned i = 0; i < config->attribute_count; i++)
-        if (config->attributes[i].id != CUDA_LAUNCH_OVERLAPS)
-            return CUDA_RESULT_INVALID_VALUE;
-    fake.overlapping += config->attribute_count;
-    return fake_cuLaunchKernel(function, config->grid_x, config->grid_y, config->grid_z,
-                               config->block_x, config->block_y, config->block_z,
-                               config->shared_bytes, config->stream, parameters, extra);
 }
 static int fake_cuLaunchCooperativeKernel(cuda_function_t function, unsigned gx, unsigned gy,
                                           unsigned gz, unsigned bx, unsigned by, unsigned bz,

@@ -312,12 +312,9 @@ static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_grouped_gate_f16", fake_run_nothing, {8}},
     {"ffn_grouped_down_f16", fake_run_nothing, {8}},
     {"ffn_few_route", fake_run_nothing, {8}},
-#define X(name, warps, steps)                                                                      \
-    {"ffn_few_" #name "_bf16", fake_run_few, {8, 4}},                                              \
-        {"ffn_few_" #name "_f16", fake_run_few, {8, 4}},
-    FEW_FORMS(X)
-#undef X
-        {"ffn_gather", fake_run_gather, {8, 8, 8}},
+    {"ffn_few_bf16", fake_run_few, {8, 4}},
+    {"ffn_few_f16", fake_run_few, {8, 4}},
+    {"ffn_gather", fake_run_gather, {8, 8, 8}},
     {"ffn_piece", fake_run_piece, {8, 8, 4, 4}},
     {"ffn_publish", fake_run_publish, {sizeof(ffn_cuda_publishing_t)}},
     {"ffn_fill", fake_run_fill, {8, 4, 4, 4, 4, 4, 8, 8, 8, 8, 4}},

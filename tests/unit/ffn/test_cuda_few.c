@@ -32,16 +32,6 @@ typedef struct layer {
     float *activations, *products;
 } layer_t;
 
-typedef struct form {
-    uint32_t warps, steps;
-} form_t;
-static const form_t forms[] = {
-#define X(name, warps, steps) {warps, steps},
-    FEW_FORMS(X)
-#undef X
-};
-#define FORMS (sizeof(forms) / sizeof(forms[0]))
-
 static uint64_t seed;
 static uint32_t draw(uint32_t below)
 {
@@ -203,11 +193,11 @@ static void chunk_pair(const float *chunk, uint32_t pair, float out[2])
 }
 
 /* One item by one warp: what each lane copies, what it reads back, where its sums go. */
-static void item_run(layer_t *l, const form_t *form, const few_plan_t *p, uint32_t number)
+static void item_run(layer_t *l, const few_plan_t *p, uint32_t number)
 {
-    static float slot[FEW_SLOT_BYTES(8, FEW_TILE_ROWS / 8) / 16][CHUNK];
+    static float slot[FEW_SLOT_BYTES(FEW_TILE_ROWS / 8) / 16][CHUNK];
     const uint32_t slot_chunks =
-        FEW_SLOT_BYTES(form->steps, few_parts(l->tiles[few_item_at(p, number).tile].rows, 8)) / 16;
+        FEW_SLOT_BYTES(few_parts(l->tiles[few_item_at(p, number).tile].rows, 8)) / 16;
     static float low[FEW_TILE_ROWS / 8][LANES][4], high[FEW_TILE_ROWS / 8][LANES][4];
     const few_item_t item = few_item_at(p, number);
     const ffn_cuda_tile_t tile = l->tiles[item.tile];
@@ -215,9 +205,8 @@ static void item_run(layer_t *l, const form_t *form, const few_plan_t *p, uint32
     const uint64_t part_at = part_room(l) * tile.part;
     assert_int_equal(item.width, part_width(l, tile.part));
     assert_in_range(tile.rows, 1, FEW_TILE_ROWS);
-    const uint32_t slots = FEW_SLOTS(form->warps, form->steps, eights);
-    assert_true(slots >= 2 &&
-                FEW_SLOT_BYTES(form->steps, eights) * slots <= FEW_RING_BYTES(form->warps));
+    const uint32_t slots = FEW_SLOTS(eights);
+    assert_true(slots >= 2 && FEW_SLOT_BYTES(eights) * slots <= FEW_RING_BYTES);
     memset(low, 0, sizeof(low));
     memset(high, 0, sizeof(high));
     for (uint32_t step = 0; step < steps; step++) {
@@ -227,7 +216,7 @@ static void item_run(layer_t *l, const form_t *form, const few_plan_t *p, uint32
         for (uint32_t lane = 0; lane < LANES; lane++) {
             const uint32_t k = few_chunk_at(step, lane);
             for (uint32_t which = 0; which < 4 + eights; which++) {
-                float *to = slot[few_slot_at(step % form->steps, which, eights, lane) / 16];
+                float *to = slot[few_slot_at(step % FEW_SLOT_STEPS, which, eights, lane) / 16];
                 const float *from;
                 assert_float_equal(to[0], POISON, 0); /* nobody else's */
                 if (which < 4) {
@@ -257,7 +246,7 @@ static void item_run(layer_t *l, const form_t *form, const few_plan_t *p, uint32
                 for (uint32_t part = 0; part < 2; part++) {
                     float a[LANES][4][2], b[LANES][2][2];
                     for (uint32_t lane = 0; lane < LANES; lane++) {
-                        const uint32_t in = step % form->steps;
+                        const uint32_t in = step % FEW_SLOT_STEPS;
                         const float *first = slot[few_slot_at(in, half * 2, eights, lane) / 16];
                         const float *second =
                             slot[few_slot_at(in, half * 2 + 1, eights, lane) / 16];
@@ -299,16 +288,16 @@ static void item_run(layer_t *l, const form_t *form, const few_plan_t *p, uint32
 }
 
 /* All warps of the grid, in turn; every item by exactly one. */
-static void phase_run(layer_t *l, const form_t *form, uint32_t down, uint32_t blocks)
+static void phase_run(layer_t *l, uint32_t down, uint32_t blocks)
 {
     const few_plan_t p = few_plan_make(&l->s, l->rows, l->tile_count, down);
     uint8_t *done = take(p.items, 1);
     for (uint32_t block = 0; block < blocks; block++)
-        for (uint32_t warp = 0; warp < form->warps; warp++)
+        for (uint32_t warp = 0; warp < FEW_WARPS; warp++)
             for (uint32_t n = few_first_item(block, blocks, warp); n < p.items;
-                 n += form->warps * blocks) {
+                 n += FEW_WARPS * blocks) {
                 assert_int_equal(done[n]++, 0);
-                item_run(l, form, &p, n);
+                item_run(l, &p, n);
             }
     for (uint32_t i = 0; i < p.items; i++)
         assert_int_equal(done[i], 1);
@@ -338,15 +327,14 @@ static void reference(const layer_t *l, uint32_t part, uint32_t row, double *out
     free(act);
 }
 
-static void run(const ffn_cuda_signature_t *s, const form_t *form, uint32_t rows, uint32_t skew,
-                uint32_t blocks)
+static void run(const ffn_cuda_signature_t *s, uint32_t rows, uint32_t skew, uint32_t blocks)
 {
     layer_t l;
     double *want = take(s->hidden, sizeof(*want));
     layer_make(&l, s, rows, skew);
     layer_plan(&l);
-    phase_run(&l, form, 0, blocks);
-    phase_run(&l, form, 1, blocks);
+    phase_run(&l, 0, blocks);
+    phase_run(&l, 1, blocks);
     for (uint32_t row = 0; row < rows; row++) {
         const uint32_t parts = s->experts ? s->top_k : 0;
         const bool last = s->experts == 0 || s->shared_intermediate;
@@ -376,7 +364,7 @@ static void test_layers(void **state)
     seed = 4;
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
         for (size_t r = 0; r < sizeof(rows) / sizeof(rows[0]); r++)
-            run(&shapes[i], &forms[(i + r / 2) % FORMS], rows[r], r % 2 * 4, blocks[(i + r) % 3]);
+            run(&shapes[i], rows[r], r % 2 * 4, blocks[(i + r) % 3]);
 }
 
 /* The largest numbers that fields have to hold. */
@@ -385,8 +373,8 @@ static void test_limits(void **state)
     (void)state;
     const ffn_cuda_signature_t s = {.hidden = 8, .intermediate = 8, .experts = 512, .top_k = 32};
     seed = 9;
-    run(&s, &forms[0], FEW_ROWS_MOST, 0, 7);
-    run(&s, &forms[1], FEW_ROWS_MOST, 8, 7);
+    run(&s, FEW_ROWS_MOST, 0, 7);
+    run(&s, FEW_ROWS_MOST, 8, 7);
 }
 
 /* Each logit is summed by one thread of one block. */
