@@ -6,19 +6,13 @@
 
 #include "ffn/cuda/decode_shape.h"
 
-CUDA_IMAGE_DECLARE(candidates_decode_pairs);
-CUDA_IMAGE_DECLARE(candidates_decode_lean);
-CUDA_IMAGE_DECLARE(candidates_decode_wide);
-CUDA_IMAGE_DECLARE(candidates_decode_both);
+CUDA_IMAGE_DECLARE(candidates_decode_dense6);
 
 static const struct {
     const char *name, *kernel;
     const cuda_image_t *image;
 } table[] = {
-    {"pairs", "ffn_decode_pairs", &cuda_image_candidates_decode_pairs},
-    {"lean", "ffn_decode_lean", &cuda_image_candidates_decode_lean},
-    {"wide", "ffn_decode_wide", &cuda_image_candidates_decode_wide},
-    {"both", "ffn_decode_both", &cuda_image_candidates_decode_both},
+    {"dense6", "ffn_decode_dense6", &cuda_image_candidates_decode_dense6},
 };
 enum { TABLE_COUNT = sizeof(table) / sizeof(table[0]) };
 

@@ -34,9 +34,6 @@
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 #include "ffn/cuda/decode_route.cuh"
 #include "ffn/cuda/decode_stream.cuh"
-#if DECODE_LEAN
-#include "ffn/cuda/candidates/decode_lean.cuh"
-#endif
 
 #define DECODE_LOOKS  64u // polls of the queue between two looks at `stop`
 #define COMMAND_WORDS ((uint32_t)(sizeof(ffn_cuda_command_t) / 8))
@@ -73,11 +70,9 @@ static __device__ __forceinline__ void layer_fetch(decode_state_t &sh, uint32_t 
         layer.next = l.next;
         layer.last_width = s.experts ? s.shared_intermediate : s.intermediate;
         layer.unit[0] = unit_bytes(s.hidden * 2);
-        layer.unit[1] = unit_bytes(s.intermediate * 2);
-        layer.unit[2] = unit_bytes(layer.last_width * 2);
-#if DECODE_PAIRS
-        pairs_describe(&layer);
-#endif
+        layer.unit[1] = unit_bytes(layer.last_width * 2);
+        if (s.experts)
+            pairs_describe(&layer);
     }
     __syncwarp();
 }
@@ -113,8 +108,6 @@ static __device__ __forceinline__ void call_read(decode_state_t &sh, bool reside
             lane_fetch(call.command.lane, held);
         call.lane = *held;
         call.experts_chosen = 0;
-        sh.part_of[0] = 0; // of a dense layer
-        sh.mask_of[0] = 0xffffffff;
     }
     if (threadIdx.x / 32 != 1 || call.command.rows == 0)
         return;
@@ -158,68 +151,88 @@ static __device__ __forceinline__ void ahead_choose(decode_state_t &sh)
         sh.ahead_share[i / 2][i % 2] = sh.call.lane.share[i / 2][i % 2];
 }
 
+// All threads, after gate and up: the barrier of all blocks. Meanwhile the layer that should come next
+// is described, and what down of experts needs is.
+template <bool EXPERTS>
+static __device__ __forceinline__ void gate_end(decode_state_t &sh, uint32_t began)
+{
+    decode_call_t &call = sh.call;
+    __syncthreads(); // all threads' values before the arrival
+    if (threadIdx.x == 0) {
+        ptx_add_release(&call.lane.meeting->acted, 1);
+        call.lane.cycles[0][block_number()] = (uint32_t)clock64() - began;
+        decode_mark(call, 4);
+        while (ptx_load_acquire(&call.lane.meeting->acted) < call.acted_target)
+            ;
+        decode_mark(call, 5);
+    } else if (threadIdx.x / 32 == DECODE_WARPS - 1) {
+        const decode_layer_t &layer = sh.layers[sh.now];
+        const ffn_cuda_layer_t *next = call.command.layers + layer.next;
+        if (layer.next != FFN_CUDA_NO_LAYER && next != layer.at && sh.layers[sh.now ^ 1].at != next)
+            layer_fetch(sh, sh.now ^ 1, next);
+    }
+    if constexpr (EXPERTS)
+        pairs_prepare(sh);
+    __syncthreads();
+}
+
+static __device__ __forceinline__ void down_end(decode_state_t &sh, uint32_t began)
+{
+    decode_call_t &call = sh.call;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        call.lane.cycles[1][block_number()] = (uint32_t)clock64() - began;
+        decode_mark(call, 6);
+        ahead_choose(sh); // the others are done with this layer
+    }
+    __syncthreads();
+}
+
 // All threads; sh.call is filled. Answers with all of this block's outputs written, not yet visible.
-template <typename T, int NB>
+template <typename T, int NB, bool EXPERTS>
 static __device__ __forceinline__ void layer_phases(decode_shared_t &shared, decode_role_t *role,
                                                     bool hit)
 {
     decode_state_t &sh = shared.state;
-    decode_call_t &call = sh.call;
-#if DECODE_LEAN
-    if (threadIdx.x < 2)
-        sh.phases[threadIdx.x] = phase_of(sh, threadIdx.x != 0);
-    __syncthreads();
-    const decode_phase_t &gate = sh.phases[0], &down = sh.phases[1];
-#else
-    const decode_phase_t gate = phase_of(sh, false), down = phase_of(sh, true);
-#endif
-    if (!hit || sh.layers[sh.now].signature.experts) {
-        cursor_begin(shared, gate, down, &role->cursor, role->policy);
+    const decode_phase_t gate = phase_of<EXPERTS>(sh, false), down = phase_of<EXPERTS>(sh, true);
+    if (EXPERTS || !hit) {
+        cursor_begin<EXPERTS>(shared, gate, down, &role->cursor, role->policy);
         role->slot = 0;
     }
+    if constexpr (EXPERTS) {
+        uint32_t began = (uint32_t)clock64();
+        phase_run<T, NB, true>(shared, false, gate, down, &role->cursor, &role->slot, &role->buffer,
+                               role->policy);
+        gate_end<true>(sh, began);
+        began = (uint32_t)clock64();
+        pairs_run<T>(shared, &role->cursor, &role->slot, role->policy);
+        down_end(sh, began);
+    } else {
 #pragma unroll 1
-    for (uint32_t phase = 0; phase < 2; phase++) {
-        const uint32_t began = (uint32_t)clock64();
-#if DECODE_PAIRS
-        if (phase && sh.layers[sh.now].signature.experts)
-            pairs_run<T>(shared, down, &role->cursor, &role->slot, role->policy);
-        else
-#endif
-#if DECODE_LEAN
-        if constexpr (NB <= 2)
-            lean_run<T, NB>(shared, phase, gate, down, &role->cursor, &role->slot, &role->buffer,
-                            role->policy);
-        else
-#endif
-            phase_run<T, NB>(shared, phase, gate, down, &role->cursor, &role->slot, &role->buffer,
-                             role->policy);
-        __syncthreads(); // all threads' values before the arrival
-        if (threadIdx.x == 0) {
+        for (uint32_t phase = 0; phase < 2; phase++) {
+            const uint32_t began = (uint32_t)clock64();
+            phase_run<T, NB, false>(shared, phase, gate, down, &role->cursor, &role->slot,
+                                    &role->buffer, role->policy);
             if (phase == 0)
-                ptx_add_release(&call.lane.meeting->acted, 1);
-            call.lane.cycles[phase][block_number()] = (uint32_t)clock64() - began;
-            decode_mark(call, phase ? 6 : 4);
-            if (phase == 0) {
-                while (ptx_load_acquire(&call.lane.meeting->acted) < call.acted_target)
-                    ;
-                decode_mark(call, 5);
-            } else {
-                ahead_choose(sh); // the others are done with this layer
-            }
-        } else if (threadIdx.x / 32 == DECODE_WARPS - 1 && phase == 0) {
-            // Meanwhile: what the layer that should come next is.
-            const decode_layer_t &layer = sh.layers[sh.now];
-            const ffn_cuda_layer_t *next = call.command.layers + layer.next;
-            if (layer.next != FFN_CUDA_NO_LAYER && next != layer.at &&
-                sh.layers[sh.now ^ 1].at != next)
-                layer_fetch(sh, sh.now ^ 1, next);
+                gate_end<false>(sh, began);
+            else
+                down_end(sh, began);
         }
-#if DECODE_PAIRS
-        if (phase == 0 && sh.layers[sh.now].signature.experts)
-            pairs_prepare(sh);
-#endif
-        __syncthreads();
     }
+}
+
+// For the number of rows; those of a dense layer are no more than 16.
+template <typename T, bool EXPERTS>
+static __device__ __forceinline__ void layer_rows(decode_shared_t &shared, decode_role_t *role,
+                                                  bool hit)
+{
+    const uint32_t rows = shared.state.call.command.rows;
+    if (rows <= 8)
+        layer_phases<T, 1, EXPERTS>(shared, role, hit);
+    else if (!EXPERTS || rows <= 16)
+        layer_phases<T, 2, EXPERTS>(shared, role, hit);
+    else
+        layer_phases<T, EXPERTS ? 4 : 2, EXPERTS>(shared, role, hit);
 }
 
 static __device__ __forceinline__ void layer_run(decode_shared_t &shared, decode_role_t *role)
@@ -251,21 +264,15 @@ static __device__ __forceinline__ void layer_run(decode_shared_t &shared, decode
     const uint32_t rows = call.command.rows;
     if (rows > (s.experts ? FFN_CUDA_DECODE_ROWS : FFN_CUDA_DENSE_ROWS))
         __trap();
-    if (s.dtype == FFN_CUDA_BF16) {
-        if (rows > 16)
-            layer_phases<__nv_bfloat16, 4>(shared, role, hit);
-        else if (rows > 8)
-            layer_phases<__nv_bfloat16, 2>(shared, role, hit);
-        else
-            layer_phases<__nv_bfloat16, 1>(shared, role, hit);
-    } else {
-        if (rows > 16)
-            layer_phases<__half, 4>(shared, role, hit);
-        else if (rows > 8)
-            layer_phases<__half, 2>(shared, role, hit);
-        else
-            layer_phases<__half, 1>(shared, role, hit);
-    }
+    const bool bf16 = s.dtype == FFN_CUDA_BF16;
+    if (s.experts && bf16)
+        layer_rows<__nv_bfloat16, true>(shared, role, hit);
+    else if (s.experts)
+        layer_rows<__half, true>(shared, role, hit);
+    else if (bf16)
+        layer_rows<__nv_bfloat16, false>(shared, role, hit);
+    else
+        layer_rows<__half, false>(shared, role, hit);
 }
 
 // All threads, at the end of a layer, its successor in layers[now]: starts on that.
@@ -278,8 +285,8 @@ static __device__ __forceinline__ void layer_ahead(decode_shared_t &shared, deco
         experts_fetch(shared, role->policy);
         return;
     }
-    const decode_phase_t gate = phase_of(sh, false), down = phase_of(sh, true);
-    cursor_begin(shared, gate, down, &role->cursor, role->policy);
+    const decode_phase_t gate = phase_of<false>(sh, false), down = phase_of<false>(sh, true);
+    cursor_begin<false>(shared, gate, down, &role->cursor, role->policy);
     role->slot = 0;
 }
 
@@ -439,7 +446,9 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
     ptx_copies_wait<0>();
 }
 
-extern "C" __global__ void DECODE_BOUNDS
+// Without the limit it would take more: what does not change over layers is kept in registers, where there
+// are any.
+extern "C" __global__ void __maxnreg__(DECODE_MOST_REGISTERS)
     DECODE_NAME(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue, uint32_t look_ahead)
 {
     decode_main(lane, queue, look_ahead);

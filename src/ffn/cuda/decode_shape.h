@@ -20,5 +20,5 @@
 #define DECODE_STATE_BYTES (30u * 1024u)
 #define DECODE_SHARED_BYTES                                                                        \
     (DECODE_WARPS * DECODE_DEPTH * 16u * DECODE_BYTES +                                            \
-     DECODE_WARPS * DECODE_TILES * (1024u + 16u) + DECODE_STATE_BYTES)
+     DECODE_WARPS * DECODE_TILES * (1024u + 32u) + DECODE_STATE_BYTES)
 #endif

@@ -11,17 +11,8 @@
 #ifndef DECODE_NAME
 #define DECODE_NAME ffn_decode
 #endif
-#ifndef DECODE_BOUNDS
-#define DECODE_BOUNDS __launch_bounds__(DECODE_THREADS, 1)
-#endif
-#ifndef DECODE_PAIRS
-#define DECODE_PAIRS 0 // decode_pairs.cuh: units of the input rows that a warp loads at once; 0: without
-#endif
-#ifndef DECODE_LEAN
-#define DECODE_LEAN 0 // decode_lean.cuh
-#endif
-#ifndef DECODE_PASS_TILES
-#define DECODE_PASS_TILES DECODE_TILES
+#ifndef DECODE_DENSE_TILES
+#define DECODE_DENSE_TILES DECODE_TILES // a pass of a dense layer
 #endif
 
 #define DECODE_SLOT_BYTES (16 * DECODE_BYTES)
@@ -30,6 +21,7 @@
 #define DECODE_PIECES     (DECODE_BYTES / 16)  // of a row
 #define DECODE_ROWS       (32 / DECODE_PIECES) // of a copy
 #define DECODE_RING_BYTES (DECODE_WARPS * DECODE_DEPTH * DECODE_SLOT_BYTES)
+#define DECODE_MOST_TILES (DECODE_DENSE_TILES > DECODE_TILES ? DECODE_DENSE_TILES : DECODE_TILES)
 static_assert(DECODE_DEPTH * DECODE_SLOT_BYTES >= FFN_CUDA_MAX_EXPERTS * 4,
               "a warp's ring holds a row's scores");
 static_assert(DECODE_WARPS >= 2 && DECODE_WARPS <= 16, "warps have their parts");
@@ -57,11 +49,9 @@ struct decode_layer_t {
     ffn_cuda_part_t dense; // the only part of a dense layer
     uint32_t next;
     uint32_t last_width; // width of the dense or shared part; 0 = none
-    uint32_t unit[3];    // bytes of a unit: of `hidden`, of `intermediate`, of `last_width`
-#if DECODE_PAIRS
-    uint32_t piece;     // bytes of the inner dimension of down that a warp takes at a time
-    uint32_t pieces[2]; // of an expert, of the last part
-#endif
+    uint32_t unit[2];    // bytes of a unit: of `hidden`, of a dense layer's `intermediate`
+    uint32_t piece;      // of a layer of experts: bytes of a section of down
+    uint32_t pieces[2];  // sections of an expert, of the last part
 };
 
 // What an Invocation is.
@@ -81,7 +71,6 @@ struct decode_phase_t {
     uint32_t first, count; // pairs of rows, or output columns
     uint32_t base;         // of the first tile: pairs lie in tiles of 8 that do not cross parts
     uint32_t tiles, passes;
-    uint32_t parts; // sections of the inner dimension
 };
 
 struct decode_state_t {
@@ -92,14 +81,7 @@ struct decode_state_t {
     uint32_t ahead; // the first copies of layers[now] are under way
     uint32_t ahead_share[2][2];
     uint32_t look_ahead;
-#if DECODE_LEAN
-    decode_phase_t phases[2]; // of gate and of down: few registers are left to hold them
-#endif
-    union {
-        float router[16][FFN_CUDA_DECODE_ROWS]; // sums of a warp
-        // As shared.rows_at, where a pass has more tiles; not while experts are chosen.
-        unsigned long long wide_rows_at[DECODE_WARPS][DECODE_PASS_TILES][2];
-    };
+    float router[16][FFN_CUDA_DECODE_ROWS]; // sums of a warp
     union {
         uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];
         // Once experts are chosen: a row's parts but the last, ascending.
@@ -121,16 +103,8 @@ struct decode_shared_t {
     unsigned char ring[DECODE_WARPS][DECODE_DEPTH][DECODE_SLOT_BYTES];
     float sums[2][DECODE_WARPS][DECODE_TILES * 4][32];
     // Rows 0 and 8 of each tile that a warp copies.
-    unsigned long long rows_at[DECODE_WARPS][DECODE_TILES][2];
+    unsigned long long rows_at[DECODE_WARPS][DECODE_MOST_TILES][2];
     decode_state_t state;
-
-    __device__ __forceinline__ unsigned long long *tile_at(uint32_t warp, uint32_t tile)
-    {
-        if constexpr (DECODE_PASS_TILES > DECODE_TILES)
-            return state.wide_rows_at[warp][tile];
-        else
-            return rows_at[warp][tile];
-    }
 };
 static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");
 
@@ -161,23 +135,24 @@ static __device__ __forceinline__ uint32_t block_number()
     return count == gridDim.x ? number : blockIdx.x;
 }
 
+template <bool EXPERTS>
 static __device__ __forceinline__ decode_phase_t phase_of(const decode_state_t &sh, bool down)
 {
     const decode_layer_t &layer = sh.layers[sh.now];
     const decode_call_t &call = sh.call;
-    const uint32_t total =
-        down ? layer.signature.hidden
-             : call.experts_chosen * layer.signature.intermediate + layer.last_width;
+    const uint32_t chosen = EXPERTS ? call.experts_chosen * layer.signature.intermediate : 0;
+    const uint32_t total = down ? layer.signature.hidden : chosen + layer.last_width;
     const uint32_t begin = call.lane.share[down][0], end = call.lane.share[down][1];
     decode_phase_t p;
     p.first = (uint32_t)((uint64_t)total * begin / FFN_CUDA_SHARE_ONE);
     p.count = (uint32_t)((uint64_t)total * end / FFN_CUDA_SHARE_ONE) - p.first;
     p.base = down ? p.first : p.first / 8 * 8;
     p.tiles = p.count ? ceil_div(p.first + p.count - p.base, down ? 16 : 8) : 0;
-    // Only experts' layers have more than 16 rows; a dense one may begin before its rows are known.
-    const bool many = layer.signature.experts && call.command.rows > 16;
-    p.passes = ceil_div(p.tiles, many ? DECODE_TILES / 2 : DECODE_PASS_TILES);
-    p.parts = down ? call.experts_chosen + (layer.last_width != 0) : 1;
+    // A dense layer, of no more than 16 rows, may begin before its rows are known.
+    if constexpr (EXPERTS)
+        p.passes = ceil_div(p.tiles, call.command.rows > 16 ? DECODE_TILES / 2 : DECODE_TILES);
+    else
+        p.passes = ceil_div(p.tiles, DECODE_DENSE_TILES);
     return p;
 }
 
@@ -186,27 +161,13 @@ static __device__ __forceinline__ decode_phase_t phase_pick(bool is_down, const 
                                                             const decode_phase_t &down)
 {
     return {is_down ? down.first : gate.first, is_down ? down.count : gate.count,
-            is_down ? down.base : gate.base,   is_down ? down.tiles : gate.tiles,
-            is_down ? down.passes : gate.passes, is_down ? down.parts : gate.parts};
+            is_down ? down.base : gate.base, is_down ? down.tiles : gate.tiles,
+            is_down ? down.passes : gate.passes};
 }
 
 static __device__ __forceinline__ uint32_t pass_begin(const decode_phase_t &p, uint32_t pass)
 {
     return p.tiles * pass / p.passes;
-}
-
-// Which of a layer's widths a part has: 0 `hidden`, 1 `intermediate`, 2 the last part's.
-static __device__ __forceinline__ uint32_t part_kind(const decode_state_t &sh, bool down,
-                                                     uint32_t part)
-{
-    return !down ? 0 : (part < sh.call.experts_chosen ? 1 : 2);
-}
-
-static __device__ __forceinline__ uint32_t part_bytes(const decode_layer_t &layer, uint32_t kind)
-{
-    return 2 * (kind == 0   ? layer.signature.hidden
-                : kind == 1 ? layer.signature.intermediate
-                            : layer.last_width);
 }
 
 // Of a dimension of so many bytes: as few rounds of the warps as there can be, equal units.
@@ -216,9 +177,38 @@ static __device__ __forceinline__ uint32_t unit_bytes(uint32_t bytes)
     return max(ceil_div(bytes, rounds * DECODE_WARPS * 64) * 64, 64u);
 }
 
+// Of the current layer of experts.
 static __device__ __forceinline__ ffn_cuda_part_t part_at(const decode_state_t &sh, uint32_t index)
 {
-    const decode_layer_t &layer = sh.layers[sh.now];
-    return layer.signature.experts ? sh.parts[sh.part_of[index]] : layer.dense;
+    return sh.parts[sh.part_of[index]];
+}
+
+// ---- copies and results, of all kinds of products ------------------------------------------------
+// The next slot that this warp copies; all lanes hold the same but `from`.
+struct decode_cursor_t {
+    uint32_t bytes, size; // of a row; of a unit
+    uint32_t tile, live;  // of the pass: next, how many
+    uint32_t first;       // tile of the pass, in the phase
+    uint32_t unit, pass, slot;
+    bool down, ended;
+    // In down of experts (decode_pairs.cuh) `first` is the tile, `unit` and `bytes` are of the section,
+    // `size` is the pitch of its rows.
+    uint32_t section;
+    const char *from; // what this lane copies of the section
+};
+
+template <typename T>
+static __device__ __forceinline__ void column_store(const decode_state_t &sh,
+                                                    const decode_phase_t &p, uint32_t column,
+                                                    uint32_t row, float value)
+{
+    const ffn_cuda_command_t &command = sh.call.command;
+    if (column - p.first >= p.count || row >= command.rows)
+        return;
+    const uint64_t at = (uint64_t)row * sh.layers[sh.now].signature.hidden + column;
+    if (command.output)
+        ((T *)command.output)[at] = ptx_from_float<T>(value);
+    else
+        command.partial[at] = value;
 }
 #endif

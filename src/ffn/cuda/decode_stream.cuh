@@ -3,123 +3,81 @@
 #ifndef XPOOL_FFN_CUDA_DECODE_STREAM_CUH
 #define XPOOL_FFN_CUDA_DECODE_STREAM_CUH
 
-#include "ffn/cuda/decode_state.cuh"
+#include "ffn/cuda/decode_pairs.cuh"
+
+static __device__ __forceinline__ uint32_t phase_bytes(const decode_layer_t &layer, bool down)
+{
+    return 2 * (down ? layer.last_width : layer.signature.hidden);
+}
 
 // ---- copies --------------------------------------------------------------------------------------
-// The next slot that this warp copies; all lanes hold the same.
-struct decode_cursor_t {
-    uint32_t bytes, size; // of a row; of a unit
-    uint32_t tile, live;  // of the pass: next, how many
-    uint32_t first;       // tile of the pass, in the phase
-    uint32_t unit, pass, part, slot;
-    bool down, ended;
-#if DECODE_PAIRS
-    bool paired;      // down by pairs: `part` is the section, `first` the tile, `unit` and `bytes`
-    const char *from; // of the section, `size` is the pitch of its rows; what this lane copies
-#endif
-#if DECODE_LEAN
-    uint32_t origin, count; // the pass's first row of weights, counted from the first that is owned
-#endif
-};
-#if DECODE_PAIRS
-#include "ffn/cuda/candidates/decode_pairs.cuh"
-#endif
+// What is `<true>` is for layers of experts, whose down is pairs_run()'s.
 
-// Begins the pass, or another part of it.
+// Begins the pass.
+template <bool EXPERTS>
 static __device__ __forceinline__ void cursor_locate(decode_shared_t &shared,
                                                      const decode_phase_t &p, decode_cursor_t *c)
 {
     const decode_state_t &sh = shared.state;
     const decode_layer_t &layer = sh.layers[sh.now];
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t kind = part_kind(sh, c->down, c->part);
     c->first = pass_begin(p, c->pass);
     c->live = pass_begin(p, c->pass + 1) - c->first;
     c->tile = 0;
-    c->bytes = part_bytes(layer, kind);
-    c->size = layer.unit[kind];
-#if DECODE_LEAN
-    c->origin = p.base + c->first * (c->down ? 16 : 8) - p.first;
-    c->count = p.count;
-#endif
+    c->bytes = phase_bytes(layer, !EXPERTS && c->down);
+    c->size = layer.unit[!EXPERTS && c->down];
     __syncwarp(); // all lanes have read what was there
     if (lane < c->live) {
         const char *low, *high;
-        if (c->down) {
-            low = (const char *)part_at(sh, c->part).down +
+        if (!EXPERTS && c->down) {
+            low = (const char *)layer.dense.down +
                   (uint64_t)(p.base + (c->first + lane) * 16) * c->bytes;
             high = low + 8 * (uint64_t)c->bytes;
         } else {
-            const uint32_t v = p.base + (c->first + lane) * 8;
-            const uint32_t index = min(v / layer.signature.intermediate, sh.call.experts_chosen);
-            const ffn_cuda_part_t part = part_at(sh, index);
-            const uint64_t along = (uint64_t)(v - index * layer.signature.intermediate) * c->bytes;
-            low = (const char *)part.gate + along;
-            high = (const char *)part.up + along;
+            uint32_t v = p.base + (c->first + lane) * 8;
+            ffn_cuda_part_t part;
+            if constexpr (EXPERTS) {
+                const uint32_t index =
+                    min(v / layer.signature.intermediate, sh.call.experts_chosen);
+                part = part_at(sh, index);
+                v -= index * layer.signature.intermediate;
+            } else {
+                part = layer.dense;
+            }
+            low = (const char *)part.gate + (uint64_t)v * c->bytes;
+            high = (const char *)part.up + (uint64_t)v * c->bytes;
         }
-        shared.tile_at(warp, lane)[0] = (unsigned long long)low;
-        shared.tile_at(warp, lane)[1] = (unsigned long long)high;
+        shared.rows_at[warp][lane][0] = (unsigned long long)low;
+        shared.rows_at[warp][lane][1] = (unsigned long long)high;
     }
     __syncwarp();
 }
 
 // Goes on to the next unit that exists.
+template <bool EXPERTS>
 static __device__ __forceinline__ void cursor_settle(decode_shared_t &shared,
                                                      const decode_phase_t &gate,
                                                      const decode_phase_t &down, decode_cursor_t *c)
 {
-#if DECODE_PAIRS
-    const decode_state_t &sh = shared.state;
-#endif
     while (!c->ended && c->unit * c->size >= c->bytes) {
         c->unit = threadIdx.x / 32;
-        if (!c->down) {
-            c->down = ++c->pass >= gate.passes;
-            c->pass = c->down ? 0 : c->pass;
-#if DECODE_PAIRS
-            if (c->down && sh.layers[sh.now].signature.experts) {
-                pairs_begin(sh, down, c);
+        c->pass++;
+        if (!c->down && c->pass >= gate.passes) {
+            c->down = true;
+            c->pass = 0;
+            if constexpr (EXPERTS) {
+                pairs_begin(shared.state, c);
                 return;
             }
-#endif
-        } else if (++c->part >= down.parts) {
-            c->part = 0;
-            c->pass++;
         }
-        c->ended = c->down && c->pass >= down.passes;
+        c->ended = !EXPERTS && c->down && c->pass >= down.passes;
         if (!c->ended)
-            cursor_locate(shared, phase_pick(c->down, gate, down), c);
+            cursor_locate<EXPERTS>(shared, phase_pick(!EXPERTS && c->down, gate, down), c);
     }
 }
-
-#if DECODE_LEAN
-// The copies of one slot. low, high: this lane's piece of rows row0 and 8 + row0 of the tile.
-static __device__ __forceinline__ void lean_copies(decode_shared_t &shared, const decode_cursor_t &c,
-                                                   const char *low, const char *high, uint32_t row0,
-                                                   uint32_t piece, uint32_t present, uint64_t policy)
-{
-    static_assert(DECODE_ROWS == 2, "an even number of rows a copy");
-    const int height = c.down ? 16 : 8;
-    const int origin = (int)(c.origin + c.tile * height);
-    const int begin = max(-origin, 0), end = min((int)c.count - origin, height);
-    uint32_t owned = ((1u << end) - 1) & ~((1u << begin) - 1);
-    owned |= c.down ? 0 : owned << 8;
-    owned = piece * 16 < c.size ? owned >> row0 : 0;
-    const uint32_t stride = DECODE_ROWS * c.bytes;
-    // Every other row is moved by 64 bytes, so that reads of two rows fall on all banks.
-    const uint32_t to = ptx_shared(shared.ring[threadIdx.x / 32][c.slot]) + row0 * DECODE_BYTES +
-                        (piece ^ row0 * 4) * 16;
-#pragma unroll
-    for (uint32_t i = 0; i < DECODE_COPIES; i++) {
-        const char *from = i < DECODE_COPIES / 2 ? low : high;
-        const uint64_t rows = i % (DECODE_COPIES / 2);
-        if (owned >> i * 2 & 1)
-            ptx_copy_sixteen(to + i * 512, from + rows * stride, present, policy);
-    }
-}
-#endif
 
 // Starts the copy of the next slot, as one group also where there is none.
+template <bool EXPERTS>
 static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
                                                  const decode_phase_t &gate,
                                                  const decode_phase_t &down, decode_cursor_t *c,
@@ -127,49 +85,40 @@ static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row0 = lane / DECODE_PIECES, piece = lane % DECODE_PIECES;
-#if DECODE_PAIRS
-    if (c->paired) {
-        pairs_copy(shared, down, c, policy);
-        return;
-    }
-#endif
-    if (!c->ended) {
+    if constexpr (EXPERTS)
+        if (c->down) {
+            pairs_copy(shared, c, policy);
+            return;
+        }
+    if (EXPERTS || !c->ended) {
+        const bool is_down = !EXPERTS && c->down;
         const uint32_t along = c->unit * c->size + piece * 16;
         const uint32_t present = along < c->bytes ? 16 : 0; // past the end: zeros
         const uint64_t skip = (uint64_t)row0 * c->bytes + (present ? along : 0);
-        const unsigned long long *const rows_at = shared.tile_at(warp, c->tile);
-        const char *low = (const char *)rows_at[0] + skip;
-        const char *high = (const char *)rows_at[1] + skip;
-        [[maybe_unused]] const uint64_t stride = (uint64_t)DECODE_ROWS * c->bytes;
-#if DECODE_LEAN
-        lean_copies(shared, *c, low, high, row0, piece, present, policy);
-#else
+        const char *low = (const char *)shared.rows_at[warp][c->tile][0] + skip;
+        const char *high = (const char *)shared.rows_at[warp][c->tile][1] + skip;
+        const uint64_t stride = (uint64_t)DECODE_ROWS * c->bytes;
         // Rows that this block does not own are left as they are: nobody looks at their sums.
-        const uint32_t first = c->down ? down.first : gate.first;
-        const uint32_t count = piece * 16 < c->size ? (c->down ? down.count : gate.count) : 0;
-        const uint32_t v = (c->down ? down.base + (c->first + c->tile) * 16
+        const uint32_t first = is_down ? down.first : gate.first;
+        const uint32_t count = piece * 16 < c->size ? (is_down ? down.count : gate.count) : 0;
+        const uint32_t v = (is_down ? down.base + (c->first + c->tile) * 16
                                     : gate.base + (c->first + c->tile) * 8) +
                            row0 - first;
-        const uint32_t v_high = v + (c->down ? 8 : 0);
+        const uint32_t v_high = v + (is_down ? 8 : 0);
         // Every other row is moved by 64 bytes, so that reads of two rows fall on all banks.
-        uint32_t to = ptx_shared(shared.ring[warp][c->slot]) + row0 * DECODE_BYTES;
-        if (DECODE_ROWS % 2 == 0)
-            to += (piece ^ (row0 & 1) * 4) * 16;
+        const uint32_t to = ptx_shared(shared.ring[warp][c->slot]) + row0 * DECODE_BYTES +
+                            (piece ^ row0 * 4) * 16;
 #pragma unroll
         for (uint32_t i = 0; i < DECODE_COPIES; i++) {
             const bool upper = i >= DECODE_COPIES / 2;
             const uint32_t n = upper ? i - DECODE_COPIES / 2 : i;
-            uint32_t at = to + i * 512;
-            if (DECODE_ROWS % 2 != 0)
-                at += (piece ^ (i & 1) * 4) * 16;
             if ((upper ? v_high : v) + n * DECODE_ROWS < count)
-                ptx_copy_sixteen(at, (upper ? high : low) + n * stride, present, policy);
+                ptx_copy_sixteen(to + i * 512, (upper ? high : low) + n * stride, present, policy);
         }
-#endif
         if (++c->tile == c->live) {
             c->tile = 0;
             c->unit += DECODE_WARPS;
-            cursor_settle(shared, gate, down, c);
+            cursor_settle<EXPERTS>(shared, gate, down, c);
         }
     }
     ptx_copies_commit();
@@ -177,29 +126,26 @@ static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
 }
 
 // From the first slot of the layer on; the ring is empty.
+template <bool EXPERTS>
 static __device__ __forceinline__ void cursor_begin(decode_shared_t &shared,
                                                     const decode_phase_t &gate,
                                                     const decode_phase_t &down, decode_cursor_t *c,
                                                     uint64_t policy)
 {
     c->unit = threadIdx.x / 32;
-    c->pass = c->part = c->slot = 0;
+    c->pass = c->slot = 0;
     c->down = gate.passes == 0;
     c->ended = c->down && down.passes == 0;
     c->bytes = c->size = 0;
-#if DECODE_PAIRS
-    c->paired = false;
-    if (c->down && shared.state.layers[shared.state.now].signature.experts)
-        pairs_begin(shared.state, down, c);
-    else
-#endif
-    if (!c->ended) {
-        cursor_locate(shared, phase_pick(c->down, gate, down), c);
-        cursor_settle(shared, gate, down, c);
+    if (EXPERTS && c->down) {
+        pairs_begin(shared.state, c);
+    } else if (!c->ended) {
+        cursor_locate<EXPERTS>(shared, phase_pick(!EXPERTS && c->down, gate, down), c);
+        cursor_settle<EXPERTS>(shared, gate, down, c);
     }
 #pragma unroll 1
     for (uint32_t i = 0; i < DECODE_DEPTH; i++)
-        slot_copy(shared, gate, down, c, policy);
+        slot_copy<EXPERTS>(shared, gate, down, c, policy);
 }
 
 // ---- products ------------------------------------------------------------------------------------
@@ -213,7 +159,7 @@ static __device__ __forceinline__ float route_weight(const decode_state_t &sh, u
 }
 
 // One value of each half of a tile: gate above up. v: of the pair.
-template <typename T>
+template <typename T, bool EXPERTS>
 static __device__ __forceinline__ void pair_store(const decode_state_t &sh, const decode_phase_t &p,
                                                   uint32_t v, uint32_t row, float gate, float up)
 {
@@ -221,32 +167,20 @@ static __device__ __forceinline__ void pair_store(const decode_state_t &sh, cons
     const decode_call_t &call = sh.call;
     if (v - p.first >= p.count || row >= call.command.rows)
         return;
-    const uint32_t index = min(v / layer.signature.intermediate, call.experts_chosen);
-    if (!(sh.mask_of[index] >> row & 1))
-        return;
-    float value = ptx_activate(layer.signature.activation, gate, up);
-    if (index < call.experts_chosen)
-        value *= route_weight(sh, layer.signature.top_k, row, sh.part_of[index]);
+    float weight = 1.0f;
+    if constexpr (EXPERTS) {
+        const uint32_t index = min(v / layer.signature.intermediate, call.experts_chosen);
+        if (!(sh.mask_of[index] >> row & 1))
+            return;
+        if (index < call.experts_chosen)
+            weight = route_weight(sh, layer.signature.top_k, row, sh.part_of[index]);
+    }
+    const float value = ptx_activate(layer.signature.activation, gate, up) * weight;
     ((T *)call.lane.activations)[row * call.lane.pitch + v] = ptx_from_float<T>(value);
 }
 
-template <typename T>
-static __device__ __forceinline__ void column_store(const decode_state_t &sh,
-                                                    const decode_phase_t &p, uint32_t column,
-                                                    uint32_t row, float value)
-{
-    const ffn_cuda_command_t &command = sh.call.command;
-    if (column - p.first >= p.count || row >= command.rows)
-        return;
-    const uint64_t at = (uint64_t)row * sh.layers[sh.now].signature.hidden + column;
-    if (command.output)
-        ((T *)command.output)[at] = ptx_from_float<T>(value);
-    else
-        command.partial[at] = value;
-}
-
 // The warps' sums of 8 rows of input, added and stored. All threads.
-template <typename T>
+template <typename T, bool EXPERTS>
 static __device__ __forceinline__ void
 pass_store(const decode_state_t &sh, const float (*sums)[DECODE_TILES * 4][32], const decode_phase_t &p,
            bool down, uint32_t tile, uint32_t live, uint32_t first_row)
@@ -273,19 +207,18 @@ pass_store(const decode_state_t &sh, const float (*sums)[DECODE_TILES * 4][32], 
                 gate += sums[w][which][lane];
                 up += sums[w][which + 2][lane];
             }
-            pair_store<T>(sh, p, p.base + (tile + i / 64) * 8 + lane / 4, row + i / 32 % 2, gate, up);
+            pair_store<T, EXPERTS>(sh, p, p.base + (tile + i / 64) * 8 + lane / 4, row + i / 32 % 2,
+                                   gate, up);
         }
     }
 }
 
-// The rows that chose a part of which the pass of gate and up has pairs.
+// The rows that chose a part of which the pass of gate and up has pairs; of a layer of experts.
 static __device__ __forceinline__ uint32_t pass_mask(const decode_state_t &sh, const decode_phase_t &p,
                                                      uint32_t pass)
 {
     const decode_layer_t &layer = sh.layers[sh.now];
     const uint32_t width = layer.signature.intermediate, last = sh.call.experts_chosen;
-    if (layer.signature.experts == 0)
-        return 0xffffffff;
     const uint32_t v = p.base + pass_begin(p, pass) * 8;
     const uint32_t end = min((p.base + pass_begin(p, pass + 1) * 8 - 1) / width, last);
     uint32_t mask = 0;
@@ -296,85 +229,81 @@ static __device__ __forceinline__ uint32_t pass_mask(const decode_state_t &sh, c
 
 // The next unit that this warp multiplies.
 struct decode_place_t {
-    uint32_t bytes, size;
-    uint32_t unit, pass, part;
-    uint32_t mask; // rows whose sums it adds to
+    uint32_t unit, pass;
+    uint32_t mask; // of experts: rows whose sums it adds to
     bool ended;
 };
 
-static __device__ __forceinline__ void place_mask(const decode_state_t &sh, bool down,
-                                                  const decode_phase_t &p, decode_place_t *place)
+// What a phase multiplies: the input's rows and their units.
+struct decode_input_t {
+    const char *rows;
+    uint64_t pitch;       // bytes
+    uint32_t bytes, size; // of a row, of a unit
+};
+
+static __device__ __forceinline__ decode_input_t input_of(const decode_state_t &sh, bool down)
 {
-    const uint32_t rows = 0xffffffff >> (32 - sh.call.command.rows);
-    place->mask = 0;
-    if (!place->ended)
-        place->mask = rows & (down ? sh.mask_of[place->part] : pass_mask(sh, p, place->pass));
+    const decode_call_t &call = sh.call;
+    const decode_layer_t &layer = sh.layers[sh.now];
+    const uint32_t bytes = phase_bytes(layer, down);
+    return {down ? call.lane.activations : (const char *)call.command.input,
+            down ? call.lane.pitch * 2 : bytes, bytes, layer.unit[down]};
 }
 
-static __device__ __forceinline__ void place_settle(const decode_state_t &sh, bool down,
-                                                    const decode_phase_t &p, decode_place_t *place)
+template <bool EXPERTS>
+static __device__ __forceinline__ void place_mask(const decode_state_t &sh, const decode_phase_t &p,
+                                                  decode_place_t *place)
 {
-    while (!place->ended && place->unit * place->size >= place->bytes) {
-        const uint32_t kind = part_kind(sh, down, place->part + 1);
+    place->mask = 0xffffffff >> (32 - sh.call.command.rows);
+    if constexpr (EXPERTS)
+        place->mask &= place->ended ? 0 : pass_mask(sh, p, place->pass);
+}
+
+template <bool EXPERTS>
+static __device__ __forceinline__ void place_settle(const decode_state_t &sh, const decode_phase_t &p,
+                                                    const decode_input_t &from, decode_place_t *place)
+{
+    while (!place->ended && place->unit * from.size >= from.bytes) {
         place->unit = threadIdx.x / 32;
-        if (++place->part >= p.parts) {
-            place->part = 0;
-            place->ended = ++place->pass >= p.passes;
-        } else if (down) {
-            place->bytes = part_bytes(sh.layers[sh.now], kind);
-            place->size = sh.layers[sh.now].unit[kind];
-        }
-        if (place->part == 0) {
-            const uint32_t first = part_kind(sh, down, 0);
-            place->bytes = part_bytes(sh.layers[sh.now], first);
-            place->size = sh.layers[sh.now].unit[first];
-        }
-        place_mask(sh, down, p, place);
+        place->ended = ++place->pass >= p.passes;
+        if constexpr (EXPERTS)
+            place_mask<true>(sh, p, place);
     }
 }
 
 // A row's piece of a unit; zeros where it is not asked for.
-static __device__ __forceinline__ void row_load(const decode_state_t &sh, bool down,
-                                                const decode_place_t &place, uint32_t input, bool asked,
-                                                uint4 (&x)[DECODE_STEPS])
+static __device__ __forceinline__ void row_load(const decode_input_t &from, uint32_t unit,
+                                                uint32_t input, bool asked, uint4 (&x)[DECODE_STEPS])
 {
-    const decode_call_t &call = sh.call;
-    const uint32_t along = place.unit * place.size + threadIdx.x % 4 * 16;
-    const char *from =
-        along +
-        (down ? call.lane.activations +
-                    (input * call.lane.pitch +
-                     (uint64_t)place.part * sh.layers[sh.now].signature.intermediate) *
-                        2
-              : (const char *)call.command.input + (uint64_t)input * place.bytes);
+    const uint32_t along = unit * from.size + threadIdx.x % 4 * 16;
+    const char *at = from.rows + input * from.pitch + along;
 #pragma unroll
     for (uint32_t s = 0; s < DECODE_STEPS; s++)
-        x[s] = ptx_load_l2_if(from + s * 64,
-                              asked && s * 64 < place.size && along + s * 64 < place.bytes);
+        x[s] = ptx_load_l2_if(at + s * 64,
+                              asked && s * 64 < from.size && along + s * 64 < from.bytes);
 }
 
 // The input rows' piece of a unit, as the products take it: row 8 * n + lane / 4 in x[n].
 template <int NB>
-static __device__ __forceinline__ void place_load(const decode_state_t &sh, bool down,
-                                                  const decode_place_t &place,
-                                                  uint4 (&x)[NB][DECODE_STEPS])
+static __device__ __forceinline__ void
+place_load(const decode_input_t &from, const decode_place_t &place, uint4 (&x)[NB][DECODE_STEPS])
 {
 #pragma unroll
     for (int n = 0; n < NB; n++) {
         const uint32_t input = n * 8 + threadIdx.x % 32 / 4;
-        row_load(sh, down, place, input, place.mask >> input & 1, x[n]);
+        row_load(from, place.unit, input, !place.ended && place.mask >> input & 1, x[n]);
     }
 }
 
 // The same of 8 rows that are asked for, without gaps, past the first `skip` of them.
-static __device__ __forceinline__ void place_load_close(const decode_state_t &sh, bool down,
+static __device__ __forceinline__ void place_load_close(const decode_input_t &from,
                                                         const decode_place_t &place, uint32_t skip,
                                                         uint4 (&x)[DECODE_STEPS])
 {
     uint32_t left = place.mask;
     for (uint32_t i = 0; i < skip + threadIdx.x % 32 / 4; i++)
         left &= left - 1;
-    row_load(sh, down, place, left ? __ffs(left) - 1 : 0, left != 0, x);
+    row_load(from, place.unit, left ? __ffs(left) - 1 : 0, left != 0, x);
 }
 
 static __device__ __forceinline__ uint32_t lane_value(uint32_t value, uint32_t lane, bool wanted)
@@ -413,8 +342,9 @@ static __device__ __forceinline__ void close_multiply(const unsigned char *at, u
     }
 }
 
-// All units of a phase; NB times 8 rows. Copies of what comes after them are started on the way.
-template <typename T, int NB>
+// All units of a phase, of gate for a layer of experts; NB times 8 rows. Copies of what comes after them
+// are started on the way.
+template <typename T, int NB, bool EXPERTS>
 static __device__ __forceinline__ void
 phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
           const decode_phase_t &down, decode_cursor_t *c, uint32_t *slot, uint32_t *buffer,
@@ -422,7 +352,7 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
 {
     // Of many rows few are asked for at a time, and what is loaded ahead has no gaps.
     constexpr bool MANY = NB > 2;
-    constexpr uint32_t TILES = MANY ? DECODE_TILES / 2 : DECODE_TILES;
+    constexpr uint32_t TILES = !EXPERTS ? DECODE_DENSE_TILES : MANY ? DECODE_TILES / 2 : DECODE_TILES;
     constexpr int HELD = MANY ? 1 : NB;
     const decode_state_t &sh = shared.state;
     const decode_phase_t p = phase_pick(is_down, gate, down);
@@ -431,17 +361,16 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
     const uint32_t odd = row % 2 * 64;
     decode_place_t place;
     uint4 held[HELD][DECODE_STEPS];
+    const decode_input_t from = input_of(sh, is_down);
     place.unit = warp;
-    place.pass = place.part = 0;
+    place.pass = 0;
     place.ended = p.passes == 0;
-    place.bytes = part_bytes(sh.layers[sh.now], part_kind(sh, is_down, 0));
-    place.size = sh.layers[sh.now].unit[part_kind(sh, is_down, 0)];
-    place_mask(sh, is_down, p, &place);
-    place_settle(sh, is_down, p, &place);
+    place_mask<EXPERTS>(sh, p, &place);
+    place_settle<EXPERTS>(sh, p, from, &place);
     if constexpr (MANY)
-        place_load_close(sh, is_down, place, 0, held[0]);
+        place_load_close(from, place, 0, held[0]);
     else
-        place_load<NB>(sh, is_down, place, held);
+        place_load<NB>(from, place, held);
 #pragma unroll 1
     for (uint32_t pass = 0; pass < p.passes; pass++) {
         const uint32_t tile = pass_begin(p, pass), live = pass_begin(p, pass + 1) - tile;
@@ -455,15 +384,15 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
                     sum[t][n][i] = 0.0f;
 #pragma unroll 1
         while (!place.ended && place.pass == pass) {
-            const uint32_t size = place.size;
+            const uint32_t size = from.size;
             const decode_place_t at_hand = place;
             uint4 later[HELD][DECODE_STEPS];
             place.unit += DECODE_WARPS;
-            place_settle(sh, is_down, p, &place);
+            place_settle<EXPERTS>(sh, p, from, &place);
             if constexpr (MANY)
-                place_load_close(sh, is_down, place, 0, later[0]);
+                place_load_close(from, place, 0, later[0]);
             else
-                place_load<NB>(sh, is_down, place, later);
+                place_load<NB>(from, place, later);
 #pragma unroll
             for (uint32_t t = 0; t < TILES; t++) {
                 if (t >= live)
@@ -476,7 +405,7 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
 #pragma unroll 1
                     for (uint32_t skip = 8; skip < __popc(at_hand.mask); skip += 8) {
                         uint4 more[DECODE_STEPS];
-                        place_load_close(sh, is_down, at_hand, skip, more);
+                        place_load_close(from, at_hand, skip, more);
                         close_multiply<T, NB>(at, odd, size, at_hand.mask, skip, more, sum[t]);
                     }
                 } else {
@@ -497,7 +426,7 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
                 }
                 __syncwarp();
                 *slot = *slot + 1 == DECODE_DEPTH ? 0 : *slot + 1;
-                slot_copy(shared, gate, down, c, policy);
+                slot_copy<EXPERTS>(shared, gate, down, c, policy);
             }
 #pragma unroll
             for (int n = 0; n < HELD; n++)
@@ -506,20 +435,28 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
                     held[n][s] = later[n][s];
         }
         // Two buffers: who is at the next sums' barrier has read these.
-        const uint32_t wanted = is_down || NB == 1 ? 0xffffffff : pass_mask(sh, p, pass);
+        uint32_t wanted = 0xffffffff;
+        if constexpr (EXPERTS && NB > 1)
+            wanted = pass_mask(sh, p, pass);
 #pragma unroll
-        for (int n = 0; n < NB; n++) {
-            float(*sums)[DECODE_TILES * 4][32] = shared.sums[*buffer];
-            if (NB > 1 && (wanted >> n * 8 & 0xff) == 0)
-                continue; // nobody's
+        for (uint32_t first = 0; first < TILES; first += DECODE_TILES) {
+            if (first > 0 && first >= live)
+                break;
 #pragma unroll
-            for (uint32_t t = 0; t < TILES; t++)
+            for (int n = 0; n < NB; n++) {
+                float(*sums)[DECODE_TILES * 4][32] = shared.sums[*buffer];
+                if (EXPERTS && NB > 1 && (wanted >> n * 8 & 0xff) == 0)
+                    continue; // nobody's
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    sums[warp][t * 4 + i][lane] = sum[t][n][i];
-            __syncthreads();
-            pass_store<T>(sh, sums, p, is_down, tile, live, n * 8);
-            *buffer ^= 1;
+                for (uint32_t t = first; t < min(first + DECODE_TILES, TILES); t++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        sums[warp][(t - first) * 4 + i][lane] = sum[t][n][i];
+                __syncthreads();
+                pass_store<T, EXPERTS>(sh, sums, p, is_down, tile + first,
+                                       min(live - first, DECODE_TILES), n * 8);
+                *buffer ^= 1;
+            }
         }
     }
 }

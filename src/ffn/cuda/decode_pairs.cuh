@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Candidate: down of layers of experts by pairs of a row and a part that it chose.
+// Down of layers of experts, by pairs of a row and a part that it chose.
 //
-// Included by decode_stream.cuh. A section of the inner dimension (a part, or an equal piece of a wide
+// A section of the inner dimension (a part, or an equal piece of a wide
 // one) of one tile of 16 output columns is one warp's: sections go round the warps, and a warp needs
 // nobody for any of them. Of the input it loads the rows that chose the part, close together, so 8
 // columns of a product mostly hold all of them. What a section adds to a row is a row of `pairs` in
@@ -12,19 +12,18 @@
 //   window  sections whose first pair is of the same PAIRS_WINDOW; one for most layers. Two buffers:
 //           who is at the next window's barrier has read this one
 //   slot    16 rows of weights by DECODE_BYTES of a section
-//   chunk   DECODE_PAIRS slots, whose input is loaded a chunk ahead
+//   chunk   PAIRS_CHUNK slots, whose input is loaded a chunk ahead
 #ifndef XPOOL_FFN_CUDA_DECODE_PAIRS_CUH
 #define XPOOL_FFN_CUDA_DECODE_PAIRS_CUH
 
+#include "ffn/cuda/decode_state.cuh"
+
+#define PAIRS_CHUNK  2u
 #define PAIRS_BUFFER (DECODE_WARPS * DECODE_TILES * 4 * 32 / 16)    // rows of 16 columns
 #define PAIRS_WINDOW (PAIRS_BUFFER - FFN_CUDA_DECODE_ROWS)
 #define PAIRS_PIECE  1536u // most bytes of a section
 static_assert(PAIRS_BUFFER > 2 * FFN_CUDA_DECODE_ROWS, "a window holds several sections");
 static_assert(DECODE_ROWS == 2, "a copy takes two rows");
-
-template <typename T>
-static __device__ __forceinline__ void column_store(const decode_state_t &sh, const decode_phase_t &p,
-                                                    uint32_t column, uint32_t row, float value);
 
 // How the layer's parts are cut: so that 8 warps have work at one row, into equal pieces.
 static __device__ __forceinline__ void pairs_describe(decode_layer_t *layer)
@@ -59,45 +58,47 @@ static __device__ __forceinline__ pairs_section_t pairs_section(const decode_sta
     at.part = each == 1 ? section : section / each;
     at.part = min(at.part, chosen);
     at.piece = section - at.part * each;
-    at.pitch = part_bytes(layer, at.part < chosen ? 1 : 2);
+    at.pitch = 2 * (at.part < chosen ? layer.signature.intermediate : layer.last_width);
     at.begin = at.piece * layer.piece;
     at.bytes = min(layer.piece, at.pitch - at.begin);
     return at;
 }
 
 // ---- copies --------------------------------------------------------------------------------------
-static __device__ __forceinline__ void pairs_locate(const decode_state_t &sh,
-                                                    const decode_phase_t &down, decode_cursor_t *c)
+// The block's share of down is reckoned anew for each section: while gate and up run, it would only
+// take registers.
+static __device__ __forceinline__ void pairs_locate(const decode_state_t &sh, decode_cursor_t *c)
 {
+    const decode_phase_t down = phase_of<true>(sh, true);
     const uint32_t lane = threadIdx.x % 32, sections = pairs_sections(sh);
-    while (c->part >= sections) {
-        c->part -= sections;
+    while (c->section >= sections) {
+        c->section -= sections;
         c->first++;
     }
     c->unit = 0;
     c->ended = c->first >= down.tiles;
     if (c->ended)
         return;
-    const pairs_section_t at = pairs_section(sh, c->part);
+    const pairs_section_t at = pairs_section(sh, c->section);
     c->bytes = at.bytes;
     c->size = at.pitch;
+    c->live = min(down.count - c->first * 16, 16u);
     c->from = (const char *)part_at(sh, at.part).down +
               (uint64_t)(down.base + c->first * 16 + lane / DECODE_PIECES) * at.pitch + at.begin +
               lane % DECODE_PIECES * 16;
 }
 
-static __device__ __forceinline__ void pairs_begin(const decode_state_t &sh,
-                                                   const decode_phase_t &down, decode_cursor_t *c)
+static __device__ __forceinline__ void pairs_begin(const decode_state_t &sh, decode_cursor_t *c)
 {
-    c->paired = c->down = true;
-    c->part = threadIdx.x / 32;
+    c->down = true;
+    c->section = threadIdx.x / 32;
     c->first = 0;
-    pairs_locate(sh, down, c);
+    pairs_locate(sh, c);
 }
 
 // Starts the copy of the next slot, as one group also where there is none.
-static __device__ __forceinline__ void pairs_copy(decode_shared_t &shared, const decode_phase_t &down,
-                                                  decode_cursor_t *c, uint64_t policy)
+static __device__ __forceinline__ void pairs_copy(decode_shared_t &shared, decode_cursor_t *c,
+                                                  uint64_t policy)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row0 = lane / DECODE_PIECES, piece = lane % DECODE_PIECES;
@@ -105,7 +106,7 @@ static __device__ __forceinline__ void pairs_copy(decode_shared_t &shared, const
         const bool present = c->unit + piece * 16 < c->bytes; // past the end: zeros
         const char *from = c->from + (present ? c->unit : 0);
         // Columns that this block does not own are left as they are: nobody looks at their sums.
-        const uint32_t live = min(down.count - c->first * 16, 16u) - row0;
+        const uint32_t live = c->live - row0;
         const uint32_t stride = DECODE_ROWS * c->size;
         const uint32_t to = ptx_shared(shared.ring[warp][c->slot]) + row0 * DECODE_BYTES +
                             (piece ^ row0 * 4) * 16;
@@ -115,8 +116,8 @@ static __device__ __forceinline__ void pairs_copy(decode_shared_t &shared, const
                 ptx_copy_sixteen(to + i * 512, from + (uint64_t)i * stride, present ? 16 : 0, policy);
         c->unit += DECODE_BYTES;
         if (c->unit >= c->bytes) {
-            c->part += DECODE_WARPS;
-            pairs_locate(shared.state, down, c);
+            c->section += DECODE_WARPS;
+            pairs_locate(shared.state, c);
         }
     }
     ptx_copies_commit();
@@ -286,11 +287,12 @@ static __device__ __forceinline__ void pairs_restore(const float *from, uint32_t
 
 // All of down. The cursor is DECODE_DEPTH slots ahead and in down.
 template <typename T>
-static __device__ __forceinline__ void pairs_run(decode_shared_t &shared, const decode_phase_t &down,
-                                                 decode_cursor_t *c, uint32_t *slot, uint64_t policy)
+static __device__ __forceinline__ void pairs_run(decode_shared_t &shared, decode_cursor_t *c,
+                                                 uint32_t *slot, uint64_t policy)
 {
-    constexpr uint32_t HELD = DECODE_PAIRS, ROWS = 2; // rows of a thread's sums
+    constexpr uint32_t HELD = PAIRS_CHUNK, ROWS = 2; // rows of a thread's sums
     const decode_state_t &sh = shared.state;
+    const decode_phase_t down = phase_of<true>(sh, true);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const unsigned char *const mine =
         shared.ring[warp][0] + lane / 4 * DECODE_BYTES + lane % 4 * 16;
@@ -352,7 +354,7 @@ static __device__ __forceinline__ void pairs_run(decode_shared_t &shared, const 
                     }
                     __syncwarp();
                     *slot = *slot + 1 == DECODE_DEPTH ? 0 : *slot + 1;
-                    pairs_copy(shared, down, c, policy);
+                    pairs_copy(shared, c, policy);
                 }
                 if (ends) {
                     pairs_store(to, at.count, sum);
