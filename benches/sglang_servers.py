@@ -576,6 +576,11 @@ class Fleet:
     def system_ready(self):
         return not self.models or self.answers("/ready")
 
+    def serves(self):
+        """All that was started is there and ready."""
+        processes = [*self.roles.values(), *(server.process for server in self.servers())]
+        return all(process.poll() is None for process in processes) and self.system_ready()
+
     def role_log(self, name):
         return self.folder / f"{name.replace(' ', '-').replace(':', '')}.log"
 

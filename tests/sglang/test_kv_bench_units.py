@@ -309,6 +309,54 @@ class Peers(unittest.TestCase):
         with self.assertRaisesRegex(harness.Failed, "patches"):
             kv_gpu.check_patched({"m": server})
 
+    def test_a_model_that_does_not_start_is_left_out_once(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = kv_gpu.Run(kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse"]))
+            qwen, glm, deepseek = kv_gpu.MODELS
+            self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, qwen])
+            started, fleet = [], types.SimpleNamespace(name="kv-ours")
+
+            def start(self, name, models, **what):
+                started.append(models)
+                if len(models) == 3:
+                    raise harness.Failed(f"crosspool {glm} ended with 1 before it was ready\nno such kernel")
+                return fleet
+
+            with mock.patch.multiple(kv_gpu.Run, start=start, model=lambda self, name: name, stop=lambda self: None), mock.patch.object(kv_gpu, "begin_system"):
+                self.assertIs(run.system(), fleet)
+            self.assertEqual(started, [[qwen, glm, deepseek], [qwen, deepseek]])
+            self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, qwen])
+            self.assertEqual(run.failures, [f"{glm} does not start: crosspool {glm} ended with 1 before it was ready"])
+            for text in ("daemon ended with 1", f"crosspool {qwen} ended with 1"):  # nobody to blame, too few left
+                with self.assertRaises(harness.Failed):
+                    run.without(harness.Failed(text))
+            run.names = [glm, deepseek]
+            self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, glm])
+
+    def test_a_step_that_fails_leaves_the_system_where_it_serves(self):
+        def step_bad(run):
+            raise harness.Failed("wrong\nmore")
+
+        for serves in (True, False):
+            run = types.SimpleNamespace(failures=[], fleet=types.SimpleNamespace(serves=lambda serves=serves: serves))
+            if serves:
+                kv_gpu.keeping(step_bad)(run)
+                self.assertEqual(run.failures, ["step_bad: Failed: wrong"])
+            else:
+                with self.assertRaises(harness.Failed):
+                    kv_gpu.keeping(step_bad)(run)
+
+    def test_both_halves_of_the_trace_are_there(self):
+        with tempfile.TemporaryDirectory() as folder:
+            conv = pathlib.Path(folder) / "trace_conv.csv"
+            words = ["--build", "x", "--trace", str(conv)]
+            conv.touch()
+            with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
+                kv_gpu.parse(words)
+            kv_gpu.parse([*words, "--only", "cold"])
+            (conv.parent / "trace_code.csv").touch()
+            self.assertEqual(kv_gpu.parse(words).models, list(kv_gpu.MODELS))
+
     def test_steps_are_known(self):
         self.assertEqual(set(kv_gpu.ORDER), set(kv_gpu.STEPS))
         with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
