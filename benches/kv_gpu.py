@@ -8,6 +8,8 @@
 Steps, in this order where none are named, and the seconds that they take on two H200s beside a start:
 
     neighbour  20  time between tokens (TBT) of one stream beside another busy model over alone
+    history    25  the same requests, one at a time, in steady memory and while all KV Caches shrink and grow: the same
+                   tokens, decode and prefill graphs on
     longest    60  one request of 64K tokens, far above its static share, while the others idle; they wake
     goodput   130  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
                    elastic with deadlines; at the first rate, and at others where the steps that follow have time
@@ -18,7 +20,7 @@ Steps, in this order where none are named, and the seconds that they take on two
     kills     100  kill -9 of borrower and donor at the steps of an operation, then of the AtnAgent
     driver     15  a grant and another Instance's hops (tests/cuda/run_on_device --only kv)
 
-The first five have one start together (about 130 s), `kvcached`, `static` and `kills` each another (about 120, 120
+The first six have one start together (about 130 s), `kvcached`, `static` and `kills` each another (about 120, 120
 and 90 s). A step that fails leaves a system that still serves to the next one. When one model's server ends before
 it is ready, the other two are started without it, and the run counts as failed. Policies change while the system serves: `xpool kv policy` and, for a static split, floors and ceilings
 that are the same. Attention is on cuda:0, the FFN side on cuda:1, for all weights together (142 GiB) are more than
@@ -53,7 +55,7 @@ import svg
 from sglang_gpu import OutOfTime, Samples, burst, check_graphs
 from sglang_servers import Fleet, Model, harness
 
-ORDER = ("neighbour", "longest", "goodput", "cold", "daemon", "kvcached", "static", "kills", "driver")
+ORDER = ("neighbour", "history", "longest", "goodput", "cold", "daemon", "kvcached", "static", "kills", "driver")
 MODELS = sglang_gpu.COLD
 QWEN, GLM, DEEPSEEK = MODELS
 # Who plays which part, in the order in which one is taken in another's place.
@@ -90,6 +92,7 @@ class Sizes(sglang_gpu.Sizes):
         tbt = 5000 if rehearse else 100
         self.targets = {name: (ttft * (10 if rehearse else 1), tbt) for name, ttft in ((QWEN, 2500), (GLM, 6000), (DEEPSEEK, 4000))}
         self.cold_seconds = 6 if rehearse else 35
+        self.history, self.history_answer, self.history_rounds = ((40, 300), 12, 2) if rehearse else ((1000, 3550), 64, 3)
         self.kill_length = 60 if rehearse else 100
         self.kill_prompts = (900, 350, 40)
         self.kill_streams = 2 if rehearse else 8  # of those who borrow and give, of prompts of the first length
@@ -176,7 +179,7 @@ class Run(sglang_gpu.Run):
 
 
 def planned_rows(arguments):
-    rows = ["kv.longest.tokens", "kv.longest.woken_ttft_ms", "kv.longest.woken_within", "kv.longest.returned_ms", "tbt.neighbour.growth"]
+    rows = ["kv.longest.tokens", "kv.longest.woken_ttft_ms", "kv.longest.woken_within", "kv.longest.returned_ms", "tbt.neighbour.growth", "kv.history.wrong_tokens"]
     rows += [f"kv.goodput.rate{rate:g}.{policy}" for rate in arguments.rates for policy in POLICIES]
     rows += [f"kv.pool.rate{rate:g}.{policy}.peak_fraction" for rate in arguments.rates for policy in POLICIES]
     rows += [f"kv.goodput.rate{rate:g}.deadline_{other}_ratio" for rate in arguments.rates for other in POLICIES[:2]]
@@ -326,6 +329,42 @@ def returned(run, fleet, look):
         return
     run.book.add(results.row("kv.longest.returned_ms", gone * 1e3, "ms", target="<= 1000",
                              note=f"until {give / 2**20:.0f} MiB that idle models gave back were free as seen from outside (nine tenths of it)"))
+
+
+# ---- history -----------------------------------------------------------------------------------------------
+def answers_alone(run, fleet):
+    """{(model, length): tokens}; one request at a time in the whole system, so that the same are to be expected."""
+    found = {}
+    for length in run.sizes.history:
+        for name, server in fleet.instances.items():
+            ids = sglang_gpu.ids_of(f"history {length}", length, sglang_models.facts(server.model.path)["vocab_size"])
+            found[name, length] = server.post("/generate", sglang_gpu.body_of(ids, run.sizes.history_answer), 60)["output_ids"]
+    return found
+
+
+def step_history(run):
+    if run.book.has("kv.history.wrong_tokens"):
+        return
+    fleet, sizes = run.system(), run.sizes
+    run.need(40, "the same tokens whatever moves")
+    set_policy(fleet, "deadline")
+    truth = answers_alone(run, fleet)
+    same = answers_alone(run, fleet) == truth
+    harness.check(same, "one request at a time has other tokens the second time, without anything that moves")
+    before, wrong, compared = fleet.books(), 0, 0
+    with kv_load.Trimming(fleet) as trims:
+        for _ in range(sizes.history_rounds):
+            for key, ids in answers_alone(run, fleet).items():
+                wrong += sum(a != b for a, b in zip(ids, truth[key], strict=False)) + abs(len(ids) - len(truth[key]))
+                compared += 1
+    harness.check(not trims.errors, "; ".join(trims.errors[:1]))
+    after = fleet.books()
+    grants = {name: group_of(after, name)["grants"] - group_of(before, name)["grants"] for name in fleet.instances}
+    harness.check(min(grants.values()) > 0, f"it did not move everywhere: grants of {grants}")
+    run.book.add(results.row("kv.history.wrong_tokens", wrong, "tokens", target="<= 0",
+                             note=f"of {compared} answers of {sizes.history_answer} tokens, prompts of {', '.join(map(str, sizes.history))}, one at a time, beside the same in "
+                             f"steady memory; {trims.count} trims of everything meanwhile, grants: {', '.join(f'{name} {count}' for name, count in grants.items())}"))
+    harness.check(wrong == 0, f"{wrong} tokens differ")
 
 
 # ---- neighbour ---------------------------------------------------------------------------------------------
@@ -875,6 +914,7 @@ def keeping(step):
 
 
 STEPS = {
+    "history": keeping(step_history),
     "longest": keeping(step_longest),
     "neighbour": keeping(step_neighbour),
     "cold": keeping(step_cold),

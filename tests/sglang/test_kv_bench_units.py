@@ -190,6 +190,14 @@ class Books(unittest.TestCase):
         self.assertEqual(sglang_servers.memory_for(device, 1000, 750), 1000)
 
 
+class Trimming(kv_load.Trimming):
+    """Trims before anything is asked."""
+
+    def __enter__(self):
+        self.fleet.kv("trim", "--all")
+        return super().__enter__()
+
+
 class Policies(unittest.TestCase):
     """set_policy gives the commands that each change needs."""
 
@@ -345,6 +353,41 @@ class Peers(unittest.TestCase):
             else:
                 with self.assertRaises(harness.Failed):
                     kv_gpu.keeping(step_bad)(run)
+
+    def test_tokens_under_a_history_are_compared(self):
+        for wrong, moves in ((0, True), (1, True), (0, False)):
+            state = {"groups": [{"model": "m", "grants": 0}]}
+
+            def kv(*words, state=state, moves=moves):
+                state["groups"][0]["grants"] += moves and words[:1] == ("trim",)
+
+            def post(path, body, timeout, state=state, wrong=wrong):
+                time.sleep(0.05 if state["groups"][0]["grants"] else 0.0)
+                moved = state["groups"][0]["grants"] > 0
+                return {"output_ids": [1, 2 + (wrong and moved)]}
+
+            def books(state=state):
+                return {"groups": [dict(state["groups"][0])]}
+
+            server = types.SimpleNamespace(model=types.SimpleNamespace(path=pathlib.Path("x")), post=post)
+            fleet = types.SimpleNamespace(instances={"m": server}, kv=kv, books=books, policy="deadline")
+            with tempfile.TemporaryDirectory() as folder:
+                run = self.run_here(folder, fleet)
+                with mock.patch.object(kv_gpu.sglang_models, "facts", return_value={"vocab_size": 99}), mock.patch.object(kv_load, "Trimming", Trimming):
+                    if wrong or not moves:
+                        with self.assertRaisesRegex(harness.Failed, "differ" if wrong else "did not move"):
+                            kv_gpu.step_history(run)
+                    else:
+                        kv_gpu.step_history(run)
+                row = run.book.rows["kv.history.wrong_tokens"]
+                self.assertEqual(row["value"] is None, not moves)
+                if moves:
+                    self.assertEqual(row["value"] > 0, bool(wrong))
+
+    def run_here(self, folder, fleet):
+        run = kv_gpu.Run(kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse"]))
+        run.system = lambda: fleet
+        return run
 
     def test_both_halves_of_the_trace_are_there(self):
         with tempfile.TemporaryDirectory() as folder:
