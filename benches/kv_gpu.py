@@ -22,7 +22,8 @@ Steps, in this order where none are named, and the seconds that they take on two
 
 The first six have one start together (about 130 s), `kvcached`, `static` and `kills` each another (about 120, 120
 and 90 s). A step that fails leaves a system that still serves to the next one. When one model's server ends before
-it is ready, the other two are started without it, and the run counts as failed. Policies change while the system serves: `xpool kv policy` and, for a static split, floors and ceilings
+it is ready, the system is started once more without it (or without its prefill graphs, if it was capturing these), and
+the run counts as failed. Policies change while the system serves: `xpool kv policy` and, for a static split, floors and ceilings
 that are the same. Attention is on cuda:0, the FFN side on cuda:1, for all weights together (142 GiB) are more than
 one H200 has. `--pool` is the size of the KV Capacity Pool: at the rates of cold models all of a GPU would never be
 short.
@@ -111,6 +112,7 @@ class Run(sglang_gpu.Run):
         self.end, self.fleet, self.failures = time.monotonic() + arguments.budget, None, []
         self.start_s = sglang_gpu.START_S
         self.names = [name for name in MODELS if name in arguments.models]
+        self.eager_prefill = set()
         self.fit_pool()
         self.samples = Samples(arguments.out, arguments.resume)
         name = "kv_rehearsal.json" if arguments.rehearse else "kv_gpu.json"
@@ -127,6 +129,7 @@ class Run(sglang_gpu.Run):
         found.context = min(self.sizes.context, facts["max_position_embeddings"])
         ttft, tbt = self.sizes.targets[name]
         found.more_settings = {"slo": {"ttft_ms": float(ttft), "tbt_ms": float(tbt)}}
+        found.more = ["--disable-piecewise-cuda-graph"] if name in self.eager_prefill else []
         if self.sizes.floor:
             found.more_settings["kv_floor_tokens"] = self.sizes.floor
         return found
@@ -146,15 +149,23 @@ class Run(sglang_gpu.Run):
         return fleet
 
     def without(self, error):
-        """Gives up the model whose server ended before it was ready, if it was that."""
+        """Gives up the model whose server ended before it was ready, if it was that; before, the prefill graphs of
+        those with latent attention, if it was in the midst of these."""
         ended = [name for name in self.names if str(error).startswith(f"crosspool {name} ended")]
-        if not ended or len(self.names) < 3:
+        latent = {name for name in self.names if "kv_lora_rank" in sglang_models.facts(self.real(name).path)}
+        # It has captured its decode graphs, and ended in capturing those of prefill.
+        prefill = bool(ended) and ended[0] in latent - self.eager_prefill and set(self.fleet.instances[ended[0]].captured()) == {"cuda"}
+        if not ended or (len(self.names) < 3 and not prefill):
             raise error
         print(f"    FAILED: {error}", flush=True)
         self.failures.append(f"{ended[0]} does not start: {str(error).splitlines()[0]}")
         self.stop()
-        self.names.remove(ended[0])
-        self.fit_pool()
+        if prefill:
+            self.eager_prefill = latent
+            print(f"    once more, without prefill graphs of {', '.join(sorted(latent))}", flush=True)
+        else:
+            self.names.remove(ended[0])
+            self.fit_pool()
 
     def fit_pool(self):
         if DEEPSEEK not in self.names and not self.arguments.pool and not self.arguments.rehearse:

@@ -322,7 +322,9 @@ class Peers(unittest.TestCase):
             run = kv_gpu.Run(kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse"]))
             qwen, glm, deepseek = kv_gpu.MODELS
             self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, qwen])
-            started, fleet = [], types.SimpleNamespace(name="kv-ours")
+            graphs = ["cuda"]
+            fleet = types.SimpleNamespace(name="kv-ours", instances={glm: types.SimpleNamespace(captured=lambda: dict.fromkeys(graphs, 1.0))})
+            started, run.fleet = [], fleet
 
             def start(self, name, models, **what):
                 started.append(models)
@@ -332,9 +334,17 @@ class Peers(unittest.TestCase):
 
             with mock.patch.multiple(kv_gpu.Run, start=start, model=lambda self, name: name, stop=lambda self: None), mock.patch.object(kv_gpu, "begin_system"):
                 self.assertIs(run.system(), fleet)
-            self.assertEqual(started, [[qwen, glm, deepseek], [qwen, deepseek]])
+            # At first without the graphs in whose capture it ended.
+            self.assertEqual(started, [[qwen, glm, deepseek], [qwen, glm, deepseek], [qwen, deepseek]])
+            self.assertEqual(run.eager_prefill, {glm, deepseek})
+            self.assertEqual([run.model(name).more for name in (qwen, glm)], [[], ["--disable-piecewise-cuda-graph"]])
             self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, qwen])
-            self.assertEqual(run.failures, [f"{glm} does not start: crosspool {glm} ended with 1 before it was ready"])
+            self.assertEqual(run.failures, [f"{glm} does not start: crosspool {glm} ended with 1 before it was ready"] * 2)
+            run.names, run.eager_prefill = [qwen, glm, deepseek], set()
+            graphs.clear()  # nothing was captured: it is left out at once
+            with mock.patch.object(kv_gpu.Run, "stop"):
+                run.without(harness.Failed(f"crosspool {glm} ended with 1"))
+            self.assertEqual((run.names, run.eager_prefill), ([qwen, deepseek], set()))
             for text in ("daemon ended with 1", f"crosspool {qwen} ended with 1"):  # nobody to blame, too few left
                 with self.assertRaises(harness.Failed):
                     run.without(harness.Failed(text))
