@@ -7,24 +7,28 @@
 
 Steps, in this order where none are named, and the seconds that they take on two H200s beside a start:
 
-    longest    50  one request of 64K tokens, far above its static share, while the others idle; they wake
     neighbour  20  time between tokens (TBT) of one stream beside another busy model over alone
-    cold      100  the three at some requests/s each: TBT that the peers of `kvcached` and `static` are compared with
-    goodput   250  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
-                   elastic with deadlines
+    history    25  the same requests, one at a time, in steady memory and while all KV Caches shrink and grow: the same
+                   tokens, decode and prefill graphs on
+    longest    60  one request of 64K tokens, far above its static share, while the others idle; they wake
+    goodput   130  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
+                   elastic with deadlines; at the first rate, and at others where the steps that follow have time
+    cold       50  the three at some requests/s each, 50 s a rate: TBT that `kvcached` and `static` are compared with
     daemon     25  kill -9 of the daemon while memory moves: all ends, nothing is left
     kvcached  140  the load of `cold` by plain SGLang with kvcached on the same GPUs
     static    110  the same by plain SGLang with fixed KV Caches
     kills     100  kill -9 of borrower and donor at the steps of an operation, then of the AtnAgent
     driver     15  a grant and another Instance's hops (tests/cuda/run_on_device --only kv)
 
-The first five have one start together (about 130 s), `kvcached`, `static` and `kills` each another (about 120, 120
-and 90 s). Policies change while the system serves: `xpool kv policy` and, for a static split, floors and ceilings
+The first six have one start together (about 130 s), `kvcached`, `static` and `kills` each another (about 120, 120
+and 90 s). A step that fails leaves a system that still serves to the next one. When one model's server ends before
+it is ready, the system is started once more without it (or without its prefill graphs, if it was capturing these), and
+the run counts as failed. Policies change while the system serves: `xpool kv policy` and, for a static split, floors and ceilings
 that are the same. Attention is on cuda:0, the FFN side on cuda:1, for all weights together (142 GiB) are more than
 one H200 has. `--pool` is the size of the KV Capacity Pool: at the rates of cold models all of a GPU would never be
 short.
 
-CODE.csv is looked for beside CONV.csv. A row is written to OUT/kv_gpu.json as soon as it is known, what has not
+CODE.csv, which `goodput` needs, is looked for beside CONV.csv. A row is written to OUT/kv_gpu.json as soon as it is known, what has not
 been run stands there without a value; `--resume` keeps the rows of such a file. A peer that does not run is
 printed as failed. `--rehearse` takes the same way with small checkpoints on CPU devices.
 """
@@ -52,12 +56,18 @@ import svg
 from sglang_gpu import OutOfTime, Samples, burst, check_graphs
 from sglang_servers import Fleet, Model, harness
 
-ORDER = ("longest", "neighbour", "cold", "goodput", "daemon", "kvcached", "static", "kills", "driver")
+ORDER = ("neighbour", "history", "longest", "goodput", "cold", "daemon", "kvcached", "static", "kills", "driver")
 MODELS = sglang_gpu.COLD
-LONG, BUSY, ALONE = "GLM-4.7-Flash", "DeepSeek-V2-Lite", "Qwen3-30B-A3B"
-PLACES = {ALONE: 0, BUSY: 0, LONG: 1}  # GPU of a plain server
+QWEN, GLM, DEEPSEEK = MODELS
+# Who plays which part, in the order in which one is taken in another's place.
+LONG, BUSY, ALONE = (DEEPSEEK, GLM, QWEN), (DEEPSEEK, GLM, QWEN), (QWEN, GLM, DEEPSEEK)
+PLACES = {QWEN: 0, DEEPSEEK: 0, GLM: 1}  # GPU of a plain server
 # Of which half of the trace, and where in it to begin.
-SOURCES = {ALONE: ("conv", 0.0), LONG: ("code", 0.0), BUSY: ("conv", 0.5)}
+SOURCES = {QWEN: ("conv", 0.0), GLM: ("code", 0.0), DEEPSEEK: ("conv", 0.5)}
+# Of a pool: 64K tokens of DeepSeek-V2-Lite beside the floors of the others, of GLM-4.7-Flash where the other is not
+# there. An equal share is less than some prompts of the trace want alone.
+POOL, GLM_POOL = 2560 << 20, 4 << 30
+LATER_S = {"cold": 55, "daemon": 60}  # that a step needs which follows `goodput`
 POLICIES = ("static", "arrival", "deadline")
 SETTLE_S = 20
 LEFT_MIB = 64
@@ -70,19 +80,20 @@ class Sizes(sglang_gpu.Sizes):
     def __init__(self, arguments):
         rehearse = arguments.rehearse
         super().__init__(rehearse)
-        self.pool = int(arguments.pool * 2**20) if arguments.pool else (4 << 20 if rehearse else 4 << 30)
+        self.pool = int(arguments.pool * 2**20) if arguments.pool else (4 << 20 if rehearse else POOL)
         self.kv_tokens = 4096 if rehearse else 2_000_000  # ceilings: the pool's
         self.long_prompt, self.long_answer = (960, 24) if rehearse else (65536, 128)
         self.context = 1000 if rehearse else 70000
         self.floor = 128 if rehearse else None
         self.most_prompt, self.most_answer = (240, 12) if rehearse else (24576, 1024)
-        self.scale = arguments.scale or (0.1 if rehearse else 2.0)
+        self.scale = arguments.scale or (0.1 if rehearse else 3.0)
         self.seconds = arguments.seconds or (9 if rehearse else 30)
         self.patience = 30 if rehearse else 10
         # TTFT and TBT in ms, as configured and as judged.
         tbt = 5000 if rehearse else 100
-        self.targets = {name: (ttft * (10 if rehearse else 1), tbt) for name, ttft in ((ALONE, 2500), (LONG, 2000), (BUSY, 5000))}
+        self.targets = {name: (ttft * (10 if rehearse else 1), tbt) for name, ttft in ((QWEN, 2500), (GLM, 6000), (DEEPSEEK, 4000))}
         self.cold_seconds = 6 if rehearse else 35
+        self.history, self.history_answer, self.history_rounds = ((40, 300), 12, 2) if rehearse else ((1000, 3550), 64, 3)
         self.kill_length = 60 if rehearse else 100
         self.kill_prompts = (900, 350, 40)
         self.kill_streams = 2 if rehearse else 8  # of those who borrow and give, of prompts of the first length
@@ -100,6 +111,9 @@ class Run(sglang_gpu.Run):
         self.host.peer = arguments.peer
         self.end, self.fleet, self.failures = time.monotonic() + arguments.budget, None, []
         self.start_s = sglang_gpu.START_S
+        self.names = [name for name in MODELS if name in arguments.models]
+        self.eager_prefill = set()
+        self.fit_pool()
         self.samples = Samples(arguments.out, arguments.resume)
         name = "kv_rehearsal.json" if arguments.rehearse else "kv_gpu.json"
         before = arguments.resume and arguments.resume / name
@@ -115,6 +129,7 @@ class Run(sglang_gpu.Run):
         found.context = min(self.sizes.context, facts["max_position_embeddings"])
         ttft, tbt = self.sizes.targets[name]
         found.more_settings = {"slo": {"ttft_ms": float(ttft), "tbt_ms": float(tbt)}}
+        found.more = ["--disable-piecewise-cuda-graph"] if name in self.eager_prefill else []
         if self.sizes.floor:
             found.more_settings["kv_floor_tokens"] = self.sizes.floor
         return found
@@ -122,11 +137,43 @@ class Run(sglang_gpu.Run):
     def system(self):
         """The three models on one pool; the running system, where it runs."""
         fresh = self.fleet is None or self.fleet.name != "kv-ours"
-        models = [self.model(name) for name in MODELS]
-        fleet = self.start("kv-ours", models=models, kv_policy="deadline", pool=self.sizes.pool)
+        while True:
+            models = [self.model(name) for name in self.names]
+            try:
+                fleet = self.start("kv-ours", models=models, kv_policy="deadline", pool=self.sizes.pool)
+                break
+            except harness.Failed as error:
+                self.without(error)
         if fresh:
             begin_system(self, fleet)
         return fleet
+
+    def without(self, error):
+        """Gives up the model whose server ended before it was ready, if it was that; before, the prefill graphs of
+        those with latent attention, if it was in the midst of these."""
+        ended = [name for name in self.names if str(error).startswith(f"crosspool {name} ended")]
+        latent = {name for name in self.names if "kv_lora_rank" in sglang_models.facts(self.real(name).path)}
+        # It has captured its decode graphs, and ended in capturing those of prefill.
+        prefill = bool(ended) and ended[0] in latent - self.eager_prefill and set(self.fleet.instances[ended[0]].captured()) == {"cuda"}
+        if not ended or (len(self.names) < 3 and not prefill):
+            raise error
+        print(f"    FAILED: {error}", flush=True)
+        self.failures.append(f"{ended[0]} does not start: {str(error).splitlines()[0]}")
+        self.stop()
+        if prefill:
+            self.eager_prefill = latent
+            print(f"    once more, without prefill graphs of {', '.join(sorted(latent))}", flush=True)
+        else:
+            self.names.remove(ended[0])
+            self.fit_pool()
+
+    def fit_pool(self):
+        if DEEPSEEK not in self.names and not self.arguments.pool and not self.arguments.rehearse:
+            self.sizes.pool = GLM_POOL
+
+    def who(self, part):
+        """The model that plays LONG, BUSY or ALONE."""
+        return next(name for name in part if name in self.names)
 
     def memory(self, fleet):
         """A function: {name: bytes} that KV Caches may be in, as seen from outside."""
@@ -143,7 +190,7 @@ class Run(sglang_gpu.Run):
 
 
 def planned_rows(arguments):
-    rows = ["kv.longest.tokens", "kv.longest.woken_ttft_ms", "kv.longest.woken_within", "kv.longest.returned_ms", "tbt.neighbour.growth"]
+    rows = ["kv.longest.tokens", "kv.longest.woken_ttft_ms", "kv.longest.woken_within", "kv.longest.returned_ms", "tbt.neighbour.growth", "kv.history.wrong_tokens"]
     rows += [f"kv.goodput.rate{rate:g}.{policy}" for rate in arguments.rates for policy in POLICIES]
     rows += [f"kv.pool.rate{rate:g}.{policy}.peak_fraction" for rate in arguments.rates for policy in POLICIES]
     rows += [f"kv.goodput.rate{rate:g}.deadline_{other}_ratio" for rate in arguments.rates for other in POLICIES[:2]]
@@ -223,9 +270,10 @@ def step_longest(run):
     fleet, sizes = run.system(), run.sizes
     set_policy(fleet, "deadline")
     trim(fleet)
-    vocab = sglang_models.facts(fleet.instances[LONG].model.path)["vocab_size"]
+    long = run.who(LONG)
+    vocab = sglang_models.facts(fleet.instances[long].model.path)["vocab_size"]
     body = sglang_gpu.body_of(sglang_gpu.ids_of("long", sizes.long_prompt, vocab), sizes.long_answer)
-    share = kv_load.shares(fleet.books())[LONG]
+    share = kv_load.shares(fleet.books())[long]
     look = run.memory(fleet)
     rest = sum(look().values())
     most = [0]
@@ -235,33 +283,33 @@ def step_longest(run):
         return row
 
     with kv_load.Watch(lambda: held(look())):
-        (answer,) = open_client.replay(fleet.instances[LONG].port, [(0.0, body)], 120)
-    backed = group_of(fleet.books(), LONG)["backed"]
+        (answer,) = open_client.replay(fleet.instances[long].port, [(0.0, body)], min(120, run.left() - 20))
+    backed = group_of(fleet.books(), long)["backed"]
     whole = answer.finished and len(answer.ids) == sizes.long_answer
     harness.check(whole, f"the long request: status {answer.status}, {len(answer.ids)} of {sizes.long_answer} tokens")
     run.book.add(
         results.row("kv.longest.tokens", sizes.long_prompt + sizes.long_answer, "tokens", floor=share, target=f"> {share}",
-                    note=f"{LONG}, one request while the others idle, served; floor: its equal share of a pool of {sizes.pool / 2**20:.0f} MiB; "
+                    note=f"{long}, one request while the others idle, served; floor: its equal share of a pool of {sizes.pool / 2**20:.0f} MiB; "
                     f"TTFT {answer.times[0] * 1e3:.0f} ms, TBT {kv_load.mean_tbt(answer) * 1e3:.2f} ms; {backed['bytes'] / 2**20:.0f} MiB were its "
                     f"KV Cache, {most[0] / 2**20:.0f} MiB more in use seen from outside"))
     # The donor idles now, and keeps what it has until others want it.
-    first = woken(run, fleet, "woken")
-    there = woken(run, fleet, "there")
+    first = woken(run, fleet, long, "woken")
+    there = woken(run, fleet, long, "there")
     inside = [ttft <= sizes.targets[name][0] for name, values in first.items() for ttft in values]
     note = "; ".join(f"{name}: {max(values):.0f} ms, {max(there[name]):.0f} with the memory there, target {sizes.targets[name][0]}" for name, values in first.items())
     run.book.add(
         results.row("kv.longest.woken_ttft_ms", max(max(values) for values in first.values()), "ms",
-                    peer=max(max(values) for values in there.values()), note=f"largest TTFT of the models that wake while {LONG} holds the memory; peer: the same once more; {note}"),
+                    peer=max(max(values) for values in there.values()), note=f"largest TTFT of the models that wake while {long} holds the memory; peer: the same once more; {note}"),
         results.row("kv.longest.woken_within", sum(inside) / len(inside), "fraction", target=">= 1",
                     note=f"of {len(inside)} requests that came when the others woke, within their TTFT targets"))
     returned(run, fleet, look)
 
 
-def woken(run, fleet, seed):
-    """{model: TTFTs in ms}: all but LONG get at once requests that together want nearly the whole pool."""
+def woken(run, fleet, long, seed):
+    """{model: TTFTs in ms}: all but `long` get at once requests that together want nearly the whole pool."""
     books, requests, ports = fleet.books(), {}, {}
     for name, server in fleet.instances.items():
-        if name == LONG:
+        if name == long:
             continue
         group = group_of(books, name)
         pool = books["pools"][0]["bytes"] // (group["bundle_bytes"] // group["bundle_tokens"])
@@ -294,10 +342,46 @@ def returned(run, fleet, look):
                              note=f"until {give / 2**20:.0f} MiB that idle models gave back were free as seen from outside (nine tenths of it)"))
 
 
+# ---- history -----------------------------------------------------------------------------------------------
+def answers_alone(run, fleet):
+    """{(model, length): tokens}; one request at a time in the whole system, so that the same are to be expected."""
+    found = {}
+    for length in run.sizes.history:
+        for name, server in fleet.instances.items():
+            ids = sglang_gpu.ids_of(f"history {length}", length, sglang_models.facts(server.model.path)["vocab_size"])
+            found[name, length] = server.post("/generate", sglang_gpu.body_of(ids, run.sizes.history_answer), 60)["output_ids"]
+    return found
+
+
+def step_history(run):
+    if run.book.has("kv.history.wrong_tokens"):
+        return
+    fleet, sizes = run.system(), run.sizes
+    run.need(40, "the same tokens whatever moves")
+    set_policy(fleet, "deadline")
+    truth = answers_alone(run, fleet)
+    same = answers_alone(run, fleet) == truth
+    harness.check(same, "one request at a time has other tokens the second time, without anything that moves")
+    before, wrong, compared = fleet.books(), 0, 0
+    with kv_load.Trimming(fleet) as trims:
+        for _ in range(sizes.history_rounds):
+            for key, ids in answers_alone(run, fleet).items():
+                wrong += sum(a != b for a, b in zip(ids, truth[key], strict=False)) + abs(len(ids) - len(truth[key]))
+                compared += 1
+    harness.check(not trims.errors, "; ".join(trims.errors[:1]))
+    after = fleet.books()
+    grants = {name: group_of(after, name)["grants"] - group_of(before, name)["grants"] for name in fleet.instances}
+    harness.check(min(grants.values()) > 0, f"it did not move everywhere: grants of {grants}")
+    run.book.add(results.row("kv.history.wrong_tokens", wrong, "tokens", target="<= 0",
+                             note=f"of {compared} answers of {sizes.history_answer} tokens, prompts of {', '.join(map(str, sizes.history))}, one at a time, beside the same in "
+                             f"steady memory; {trims.count} trims of everything meanwhile, grants: {', '.join(f'{name} {count}' for name, count in grants.items())}"))
+    harness.check(wrong == 0, f"{wrong} tokens differ")
+
+
 # ---- neighbour ---------------------------------------------------------------------------------------------
 def growth(run, servers):
-    """TBT P50 of one stream of ALONE, seconds: alone, and while BUSY answers `busy_streams` at once."""
-    sizes, found = run.sizes, {}
+    """TBT P50 of one stream of a model, seconds: alone, and while another answers `busy_streams` at once."""
+    sizes, found, alone, busy = run.sizes, {}, run.who(ALONE), run.who(BUSY)
     context = sizes.contexts[0]
     for kind in ("alone", "beside"):
         gaps, stop, errors = [], threading.Event(), []
@@ -307,7 +391,7 @@ def growth(run, servers):
             while not stop.is_set():
                 turn += 1
                 try:
-                    burst(servers[BUSY], sizes.busy_streams, context, sizes.busy_tokens, f"busy {turn}")
+                    burst(servers[busy], sizes.busy_streams, context, sizes.busy_tokens, f"busy {turn}")
                 except (harness.Failed, OSError) as error:
                     errors.append(error)
                     return
@@ -317,7 +401,7 @@ def growth(run, servers):
             other.start()
             time.sleep(2.5)
         for number in range(sizes.neighbour_rounds):
-            gaps += sglang_gpu.steady_gaps(burst(servers[ALONE], 1, context, sizes.new_tokens, f"{kind} {number}"))
+            gaps += sglang_gpu.steady_gaps(burst(servers[alone], 1, context, sizes.new_tokens, f"{kind} {number}"))
         stop.set()
         if kind == "beside":
             other.join(600)
@@ -340,7 +424,7 @@ def neighbour_rows(run):
     ours, peer = (run.samples.get("kv_neighbour", side) for side in ("ours", "kvcached"))
     if not ours or run.book.rows.get("tbt.neighbour.growth", {}).get("peer") is not None:
         return
-    words = f"{ALONE}, 1 stream of {run.sizes.contexts[0]} tokens, beside {BUSY} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
+    words = f"{run.who(ALONE)}, 1 stream of {run.sizes.contexts[0]} tokens, beside {run.who(BUSY)} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
     if peer:
         words += f"; kvcached, both on one GPU: {peer['alone'] * 1e3:.2f} and {peer['beside'] * 1e3:.2f} ms"
     run.book.add(results.row("tbt.neighbour.growth", ours["beside"] / ours["alone"], "ratio", target="<= 1.2",
@@ -357,7 +441,8 @@ def measure_cold(run, side, servers):
             continue
         run.need(run.sizes.cold_seconds + 20, f"cold models at {rate:g} requests/s")
         one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
-        one["load"] = [path.name if path else "rehearsal", run.sizes.cold_seconds, run.sizes.cold_prompt, run.sizes.cold_answer]
+        names = sorted(server.model.name for server in servers)
+        one["load"] = [path.name if path else "rehearsal", run.sizes.cold_seconds, run.sizes.cold_prompt, run.sizes.cold_answer, *names]
         run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {kv_load.quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P99 {kv_load.quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
@@ -499,6 +584,11 @@ def capacity_rows(run):
 
 
 # ---- goodput -------------------------------------------------------------------------------------------------
+def halves(path):
+    """{half of the trace: its file}; `path` is that of the conversations."""
+    return {half: path.with_name(path.name.replace("conv", half)) for half in ("conv", "code")}
+
+
 def traces(run):
     path = run.arguments.trace
     if path is None and run.arguments.rehearse:
@@ -507,7 +597,7 @@ def traces(run):
         return {"conv": rows, "code": rows}
     if path is None:
         raise harness.Failed("--trace names no CSV of the conversations")
-    return {half: kv_load.read_trace(path.with_name(path.name.replace("conv", half)), run.sizes.scale) for half in ("conv", "code")}
+    return {half: kv_load.read_trace(one, run.sizes.scale) for half, one in halves(path).items()}
 
 
 def measure_policy(run, fleet, policy, rate, trace):
@@ -515,8 +605,8 @@ def measure_policy(run, fleet, policy, rate, trace):
     sizes = run.sizes
     set_policy(fleet, policy)
     sources = {}
-    for name, (half, begin) in SOURCES.items():
-        server = fleet.instances[name]
+    for name, server in fleet.instances.items():
+        half, begin = SOURCES[name]
         vocab, most = sglang_models.facts(server.model.path)["vocab_size"], min(sizes.most_prompt, server.model.context - sizes.most_answer - 8)
         sources[name] = kv_load.Source(name, trace[half], begin, vocab, most, sizes.most_answer)
     requests = kv_load.workload(sources, rate, sizes.seconds)
@@ -561,13 +651,20 @@ def policy_rows(rate, policy, one, targets):
     ]  # fmt: skip
 
 
+def following(run):
+    """Steps that come after `goodput`."""
+    steps = run.arguments.only.split(",")
+    return steps[steps.index("goodput") + 1 :]
+
+
 def step_goodput(run):
     todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES if not run.samples.get("kv_goodput", f"{rate:g} {policy}")]
     try:
         if todo:
             trace, fleet = traces(run), run.system()
         for rate, policy in todo:
-            run.need(run.sizes.seconds + run.sizes.patience + 10, f"{policy} at {rate:g} requests/s")
+            later = sum(LATER_S.get(step, 0) for step in following(run)) if rate != run.arguments.rates[0] else 0
+            run.need(run.sizes.seconds + run.sizes.patience + 10 + later, f"{policy} at {rate:g} requests/s")
             one = run.samples.keep("kv_goodput", f"{rate:g} {policy}", measure_policy(run, fleet, policy, rate, trace))
             run.book.add(*policy_rows(rate, policy, one, run.sizes.targets))
             check_graphs(run, fleet.servers())
@@ -812,11 +909,27 @@ def step_driver(run):
     run.book.add(*json.loads((folder / "kv_cuda.json").read_text())["rows"])
 
 
+def keeping(step):
+    """The step; when it fails and the system still serves, the next one takes it over."""
+
+    def tried(run):
+        try:
+            step(run)
+        except (harness.Failed, OSError, ValueError, KeyError, RuntimeError, subprocess.SubprocessError) as error:
+            if run.fleet is None or not run.fleet.serves():
+                raise
+            run.failures.append(f"{step.__name__}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            print(f"    FAILS {step.__name__}: {type(error).__name__}: {error}; the system goes on", flush=True)
+
+    return tried
+
+
 STEPS = {
-    "longest": step_longest,
-    "neighbour": step_neighbour,
-    "cold": step_cold,
-    "goodput": step_goodput,
+    "history": keeping(step_history),
+    "longest": keeping(step_longest),
+    "neighbour": keeping(step_neighbour),
+    "cold": keeping(step_cold),
+    "goodput": keeping(step_goodput),
     "daemon": step_daemon,
     "kvcached": step_kvcached,
     "static": step_static,
@@ -833,10 +946,11 @@ def parse(words=None):
     parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True, help="keep the rows of an earlier run in this folder (default: OUT)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
+    parser.add_argument("--models", default=",".join(MODELS), help="of one system (default: all)")
     parser.add_argument("--rates", default="1,0.5,0.2", help="requests/s of each model in `goodput`")
     parser.add_argument("--cold-rates", default="0.8,0.2", help="requests/s of each model in `cold` and of the peers; the first one gives the ratios")
-    parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 4096; rehearsal: 4)")
-    parser.add_argument("--scale", type=float, help="by which the trace's prompts are longer in `goodput` (default: 2)")
+    parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 2560; rehearsal: 4)")
+    parser.add_argument("--scale", type=float, help="by which the trace's prompts are longer in `goodput` (default: 3)")
     parser.add_argument("--seconds", type=float, help="of load of each cell of `goodput` (default: 30)")
     parser.add_argument("--engine-gib", type=float, default=8.0, help="what a plain server takes beside weights and KV Cache")
     parser.add_argument("--python", default=sys.executable)
@@ -848,6 +962,7 @@ def parse(words=None):
     parser.add_argument("--keep-logs", action="store_true", help="the ends of all logs go to OUT/logs.tar.gz")
     parser.add_argument("--rehearse", "--cpu", action="store_true")
     arguments = parser.parse_args(words)
+    arguments.models = arguments.models.split(",")
     arguments.rates = [float(rate) for rate in arguments.rates.split(",")]
     arguments.cold_rates = [float(rate) for rate in arguments.cold_rates.split(",")]
     arguments.build, arguments.out = arguments.build.resolve(), arguments.out.resolve()
@@ -855,6 +970,12 @@ def parse(words=None):
     unknown = [step for step in arguments.only.split(",") if step not in STEPS]
     if unknown:
         parser.error(f"no such step: {', '.join(unknown)}")
+    if not set(arguments.models) <= set(MODELS) or len(set(arguments.models)) < 2:
+        parser.error(f"--models: two or three of {', '.join(MODELS)}")
+    if "goodput" in arguments.only.split(",") and arguments.trace:
+        absent = [path for path in halves(arguments.trace).values() if not path.exists()]
+        if absent:
+            parser.error(f"goodput needs both halves of the trace; not there: {', '.join(map(str, absent))}")
     if arguments.rehearse:
         arguments.rates = arguments.rates[:1]
         arguments.cold_rates = arguments.cold_rates[:1]

@@ -8,6 +8,7 @@ import datetime
 import pathlib
 import random
 import re
+import subprocess
 import threading
 import time
 
@@ -82,6 +83,31 @@ def replay(servers, requests, patience):
 
     answers = harness.together([lambda name=name: one(name) for name in requests], 600)
     return dict(zip(requests, answers, strict=True))
+
+
+class Trimming:
+    """Takes everything that is not in use, again and again."""
+
+    def __init__(self, fleet, pause=0.02):
+        self.fleet, self.pause, self.count, self.errors, self.stop = fleet, pause, 0, [], threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self):
+        while not self.stop.wait(self.pause):
+            try:
+                self.fleet.kv("trim", "--all")
+                self.count += 1
+            except (harness.Failed, OSError, subprocess.SubprocessError) as error:
+                self.errors.append(str(error))
+                return
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop.set()
+        self.thread.join(30)
 
 
 # ---- outcome -----------------------------------------------------------------------------------------------

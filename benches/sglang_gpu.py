@@ -3,7 +3,7 @@
 """SGLang with CrossPool on two GPUs, beside SGLang alone with the same arguments.
 
     benches/sglang_gpu.py --build BUILD [--out FOLDER] [--only STEP[,STEP...]] [--resume [FOLDER]] [--budget SECONDS]
-                          [--site FOLDER] [--trace CSV] [--rehearse]
+                          [--again] [--site FOLDER] [--trace CSV] [--rehearse]
 
 Steps, in this order where none are named:
 
@@ -21,7 +21,8 @@ Steps, in this order where none are named:
     more      `latency` of the other models
 
 A row is written to OUT/sglang_gpu.json as soon as it is known; what has not been run stands there without a
-value. `--resume` keeps the rows of such a file and measures only what has none. `--budget` stops in order when
+value. `--resume` keeps the rows of such a file, with their commit and date, and measures only what has none;
+`--again` measures what the named steps give once more. `--budget` stops in order when
 the time is over. The run fails when SGLang has not captured its graphs, when its log tells of a decode step
 outside them, or when the Instances count a call outside graphs in decode, or none in graphs.
 
@@ -50,15 +51,24 @@ import sglang_models
 import sglang_padded
 import sglang_servers
 import sglang_spread
-import sglang_truth
 from sglang_servers import Fleet, Model, harness
+from sglang_tokens import (
+    Replayed,
+    body_of,
+    check_graphs,
+    checkpoints,
+    ids_of,
+    layouts,
+    step_float32,
+    step_kill,
+    step_layouts,
+    step_tokens,
+)
 
 ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "float32", "spread", "padded", "more")
 MODELS = ("Qwen3-30B-A3B", "Qwen3-14B", "DeepSeek-V2-Lite", "GLM-4.7-Flash")
 COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
-FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v2", "glm4-moe-lite")
 START_S = 140  # what a start of servers of real size may take before there is a number of this run
-ROUNDING = 0.25  # of two log-probabilities: what BF16 may change
 LEAST_TOKENS = 10000
 RATIO = 3  # which of a cell's rows it is
 PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more to tell decode from prefill
@@ -87,26 +97,32 @@ class Sizes:
 
 
 class Book:
-    """The rows, in a file that is complete after each of them."""
+    """The rows, in a file that is complete after each of them. Rows of an earlier run keep that run's commit and
+    date. `again`: they are kept, and measured nevertheless."""
 
-    def __init__(self, path, machine, before, planned, bench="sglang_gpu"):
-        self.path, self.machine, self.bench = path, machine, bench
-        self.plots = []  # files beside it
+    def __init__(self, path, machine, before, planned, bench="sglang_gpu", again=False):
+        self.path, self.machine, self.bench, self.again = path, machine, bench, again
+        self.plots, self.fresh = [], set()  # files beside it; metrics of this run
         self.rows = {metric: self.missing(metric) for metric in planned}
         if before and before.exists():
-            for row in json.loads(before.read_text())["rows"]:
-                self.rows[row["metric"]] = row
+            data = json.loads(before.read_text())
+            for row in data["rows"]:
+                if row["value"] is not None:
+                    self.rows[row["metric"]] = {**row, "commit": row.get("commit", data["commit"]), "date": row.get("date", data["date"])}
+                elif row["metric"] in self.rows:
+                    self.rows[row["metric"]] = row
 
     @staticmethod
     def missing(metric):
         return {**results.row(metric, 0, ""), "value": None, "note": "not run yet"}
 
     def has(self, metric):
-        return self.rows.get(metric, {}).get("value") is not None
+        return self.rows.get(metric, {}).get("value") is not None and (not self.again or metric in self.fresh)
 
     def add(self, *rows):
         for row in rows:
             self.rows[row["metric"]] = row
+            self.fresh.add(row["metric"])
         results.show(rows)
         self.write()
 
@@ -157,13 +173,14 @@ class Run:
         self.failures = []
         self.start_s = START_S
         self.samples = Samples(arguments.out, arguments.resume)
-        planned = [f"{cell_name(m, c, b)}.ratio" for m in arguments.models for c in self.sizes.contexts for b in self.sizes.batches]
+        models = arguments.models if arguments.rehearse else MODELS
+        planned = [f"{cell_name(m, c, b)}.ratio" for m in models for c in self.sizes.contexts for b in self.sizes.batches]
         planned = ["tbt.one_model.sglang_ratio", *planned]
-        planned += [f"sglang.memory.{m}.gib" for m in arguments.models]
+        planned += [f"sglang.memory.{m}.gib" for m in models]
         planned += [f"sglang.tokens.{c}.{mode}.1x1.agreement" for c in checkpoints(arguments) for mode in self.modes()]
-        planned += ["sglang.kill.wrong_tokens", "sglang.kill.left_mib"]
+        planned += ["sglang.kill.wrong_tokens", "sglang.kill.killed", "sglang.kill.left_mib"]
         planned += ["tbt.cold_models.p99_static_ratio", *(f"sglang.cold.{r:g}.tbt_p99_ms" for r in arguments.rates)]
-        planned += [f"sglang.tokens.{c}.graphs.{x}.agreement" for c, x in layouts(arguments, self.host)]
+        planned += [f"sglang.tokens.{c}.graphs.{x}.agreement" for c, x in layouts(arguments)]
         planned += ["sglang.spread.plain.least_tokens", "sglang.spread.crosspool.least_tokens"]
         planned += sglang_padded.planned()
         name = "sglang_rehearsal.json" if arguments.rehearse else "sglang_gpu.json"
@@ -172,10 +189,16 @@ class Run:
             machine = json.loads(before.read_text())["machine"]
         else:
             machine = self.host.describe()
-        self.book = Book(arguments.out / name, machine, before, planned)
+        self.book = Book(arguments.out / name, machine, before, planned, again=arguments.again)
 
     def modes(self):
-        return ("eager",) if self.arguments.rehearse else ("graphs", "eager")
+        """Of small checkpoints' servers; in a rehearsal they do not differ."""
+        return self.arguments.modes
+
+    def fails(self, what, error):
+        """A check that failed, where the step goes on."""
+        self.failures.append(f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        print(f"    FAILS {what}: {type(error).__name__}: {error}", flush=True)
 
     def left(self):
         return self.end - time.monotonic()
@@ -184,16 +207,21 @@ class Run:
         if self.left() < seconds:
             raise OutOfTime(f"{what} needs about {seconds:.0f} s, {self.left():.0f} s are left")
 
+    def begin(self, name, **what):
+        """The Fleet of this name: the running one, or a new one in its place, which has only begun to start."""
+        if self.fleet is None or self.fleet.name != name:
+            self.stop()
+            self.need(self.start_s + 30, f"starting {name}")
+            self.fleet = Fleet(self.host, self.arguments, name, **what)
+            self.fleet.start()
+        return self.fleet
+
     def start(self, name, **what):
-        """The Fleet of this name: the running one, or a new one in its place."""
-        if self.fleet is not None and self.fleet.name == name:
-            return self.fleet
-        self.stop()
-        self.need(self.start_s + 30, f"starting {name}")
-        self.fleet = Fleet(self.host, self.arguments, name, **what)
-        self.fleet.start()
-        self.fleet.ready(min(self.host.start_s, self.left() - 15))
-        self.start_s = 1.2 * (time.monotonic() - self.fleet.began)
+        """The same when all its servers serve."""
+        running = self.fleet
+        if self.begin(name, **what) is not running:
+            self.fleet.ready(min(self.host.start_s, self.left() - 15))
+            self.start_s = 1.2 * (time.monotonic() - self.fleet.began)
         return self.fleet
 
     def stop(self):
@@ -245,6 +273,8 @@ class Run:
             path = sglang_models.seeded(family, arguments.scratch / "models", arguments.build / "bin" / "xpool", dtype)
         else:
             path = sglang_models.TALES / checkpoint.removeprefix("tales-")
+        if not arguments.rehearse and not sglang_models.triton_decodes(sglang_models.facts(path)):
+            raise harness.Failed(f"{checkpoint}: SGLang's Triton kernels do not decode with this shape of MLA on a GPU")
         rows = 64 if arguments.rehearse else 512
         name = f"{checkpoint}-{mode}" + (f"-{tp}x{dp}" if tp * dp > 1 else "")
         kv_tokens = 2048 if arguments.rehearse else 16384
@@ -255,31 +285,7 @@ def cell_name(model, context, batch):
     return f"sglang.{model}.{context}.b{batch}"
 
 
-def checkpoints(arguments):
-    if arguments.rehearse:
-        return ["tales-qwen3-moe", "seeded-qwen3"]
-    seeded = FAMILIES if arguments.seeded else FAMILIES[:1]
-    return [*(f"tales-{family}" for family in FAMILIES[1:]), *(f"seeded-{family}" for family in seeded)]
-
-
-def layouts(arguments, host):
-    """[(checkpoint, "TPxDP")]; data parallel attention is for MoE models."""
-    if arguments.rehearse:
-        return [("tales-qwen3-moe", "2x1")]
-    found = [("seeded-qwen3", "2x1")]
-    return found + [(f"tales-{family}", layout) for family in FAMILIES[1:] for layout in ("2x1", "1x2")]
-
-
 # ---- asking ------------------------------------------------------------------------------------------------
-def ids_of(seed, length, vocab):
-    chance = random.Random(seed)
-    return [chance.randrange(16, vocab - 16) for _ in range(length)]
-
-
-def body_of(ids, count):
-    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}}
-
-
 def quantile(values, part):
     ordered = sorted(values)
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
@@ -311,66 +317,6 @@ def all_gaps(answers):
     return [b - a for answer in answers for a, b in zip(answer.times, answer.times[1:], strict=False)]
 
 
-# ---- checks ------------------------------------------------------------------------------------------------
-def check_graphs(run, servers):
-    """Graphs were captured, and the log tells of no decode step outside them."""
-    if run.host.kind == "cpu":
-        return
-    for server in servers:
-        if server.model.mode == "eager":
-            continue
-        captured = server.captured()
-        harness.check("cuda" in captured, f"{server.name()}: SGLang did not report a captured decode graph\n{server.tail()}")
-        if "piecewise" not in captured and server.model.dp == 1:
-            run.failures.append(f"{server.name()}: no piecewise prefill graph was captured")
-        eager = server.batches().get(("Decode", False), 0)
-        harness.check(eager == 0, f"{server.name()}: {eager} lines of the log tell of decode steps outside graphs")
-
-
-class Replayed:
-    """Counts an Instance's calls around a measurement."""
-
-    def __init__(self, run, name, since=None):
-        self.run, self.name = run, name
-        self.before = since and since.after  # nothing was asked since then
-
-    def __enter__(self):
-        self.before = self.before or self.run.fleet.counters(self.name)
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if kind is None:
-            self.after = self.run.fleet.counters(self.name)
-            self.layers = self.after["layers"]
-            self.delta = {key: value - self.before[key] for key, value in self.after.items() if key != "layers"}
-        return False
-
-    def layer(self, prefill=None, times=0):
-        """What one call of a layer took, us, without what `prefill` counted, `times` times."""
-        delta = dict(self.delta)
-        if prefill is not None:
-            delta = {key: value - times * prefill.delta[key] for key, value in delta.items()}
-        calls = max(delta["invocations"], 1)
-        found = {"calls": calls, "execution": delta["busy_ns"] / calls / 1e3, "waiting": delta["queue_ns"] / calls / 1e3}
-        if delta.get("rank_ffn_wait_ns") and delta["rank_ffn_calls"]:
-            found["round_trip"] = delta["rank_ffn_wait_ns"] / delta["rank_ffn_calls"] / 1e3
-        return found
-
-    def check(self, steps):
-        """At least `steps` decode steps, all of them replayed."""
-        if self.run.host.kind == "cpu":
-            return
-        harness.check("rank_replayed_calls" in self.delta, f"the daemon does not tell {self.name}'s calls in graphs")
-        eager, replayed = self.delta["rank_eager_decode_calls"], self.delta["rank_replayed_calls"]
-        harness.check(eager == 0, f"{self.name}: {eager} FFN calls of decode steps outside graphs")
-        least = steps * self.layers
-        harness.check(replayed >= least, f"{self.name}: {replayed} replayed FFN calls, {least} or more were expected")
-
-    def words(self):
-        found = {key: self.delta.get(f"rank_{key}_calls", 0) for key in ("replayed", "eager_decode", "eager_prefill")}
-        return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items())
-
-
 # ---- latency and memory ------------------------------------------------------------------------------------
 def real_fleet(run, name):
     model = run.real(name)
@@ -395,37 +341,54 @@ def measure_cell(run, server, batch, context):
     return found
 
 
+def latency_cell(run, name, metric, context, batch):
+    """Measures one context and batch on both sides."""
+    sizes, fleet = run.sizes, run.fleet
+    plain = measure_cell(run, fleet.vanilla[name], batch, context)
+    rounds, prefill = sizes.rounds.get(batch, 1), None
+    if batch * context <= PREFILL_COUNTED:
+        with Replayed(run, name) as prefill:
+            burst(fleet.instances[name], batch, context, 2, "prefill")
+    with Replayed(run, name, since=prefill) as replayed:
+        ours = measure_cell(run, fleet.instances[name], batch, context)
+    replayed.check(rounds * (sizes.new_tokens - 2))
+    check_graphs(run, fleet.servers())
+    words = "decode only" if prefill else "prefill included"
+    rows = cell_rows(metric, plain, ours, replayed.layer(prefill, rounds), replayed.layers, words)
+    rows[RATIO]["note"] += f"; FFN calls: {replayed.words()}"
+    if prefill:
+        with Replayed(run, name, since=replayed) as alone:
+            burst(fleet.instances[name], batch, context, 1, "prefill alone")
+        rows += prefill_rows(metric, alone.layer(), alone.layers)
+    run.book.add(*rows)
+
+
 def latency_of(run, name):
     sizes, book = run.sizes, run.book
-    cells = [(c, b) for c in sizes.contexts for b in sizes.batches]
+    cells = [(c, b) for b in sizes.batches[::-1] for c in sizes.contexts]  # what is furthest from its target comes first
     if all(book.has(f"{cell_name(name, *cell)}.ratio") for cell in cells):
         return
     fleet = real_fleet(run, name)
     check_graphs(run, fleet.servers())
     warm_up(run, name)
-    for context, batch in cells:
-        metric = cell_name(name, context, batch)
-        if book.has(f"{metric}.ratio"):
-            continue
-        run.need(10, metric)
-        plain = measure_cell(run, fleet.vanilla[name], batch, context)
-        rounds, prefill = sizes.rounds.get(batch, 1), None
-        if batch * context <= PREFILL_COUNTED:
-            with Replayed(run, name) as prefill:
-                burst(fleet.instances[name], batch, context, 2, "prefill")
-        with Replayed(run, name, since=prefill) as replayed:
-            ours = measure_cell(run, fleet.instances[name], batch, context)
-        replayed.check(rounds * (sizes.new_tokens - 2))
-        check_graphs(run, fleet.servers())
-        words = "decode only" if prefill else "prefill included"
-        rows = cell_rows(metric, plain, ours, replayed.layer(prefill, rounds), replayed.layers, words)
-        rows[RATIO]["note"] += f"; FFN calls: {replayed.words()}"
-        if prefill:
-            with Replayed(run, name, since=replayed) as alone:
-                burst(fleet.instances[name], batch, context, 1, "prefill alone")
-            rows += prefill_rows(metric, alone.layer(), alone.layers)
-        book.add(*rows)
-    ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and r["value"]}
+    try:
+        for context, batch in cells:
+            metric = cell_name(name, context, batch)
+            if book.has(f"{metric}.ratio"):
+                continue
+            run.need(10 + batch * context / 10000, metric)
+            try:
+                latency_cell(run, name, metric, context, batch)
+            except harness.Failed as error:
+                run.fails(metric, error)
+    finally:
+        worst_ratio(book)
+
+
+def worst_ratio(book):
+    ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and book.has(m)}
+    if not ratios:
+        return
     worst = max(ratios, key=ratios.get)
     book.add(results.row("tbt.one_model.sglang_ratio", ratios[worst], "ratio", target="<= 1.15",
                          note=f"the largest of {len(ratios)} cells: {worst}; median {statistics.median(ratios.values()):.3f}"))
@@ -504,200 +467,6 @@ def memory_of(run, name):
 
 def step_memory(run):
     memory_of(run, run.arguments.models[0])
-
-
-# ---- tokens ------------------------------------------------------------------------------------------------
-def small_fleet(run):
-    modes = run.modes()
-    models = [run.small(c, mode) for mode in modes for c in checkpoints(run.arguments)]
-    extra = [run.small(checkpoints(run.arguments)[0], f"{modes[0]}-{n}") for n in range(run.arguments.more_victims)]
-    for model in extra:
-        model.mode = modes[0]
-    return run.start("small", vanilla=[(m, run.host.atn) for m in models], models=models + extra)
-
-
-def prompts_of(run, path):
-    vocab = sglang_models.facts(path)["vocab_size"]
-    found = [ids_of(f"prompt {i}", length, vocab) for i, length in enumerate((5, 17, 64, 128, 200, 31, 90, 2))]
-    golden = path / "golden.json"
-    if golden.exists():
-        found = [prompt["ids"] for prompt in json.loads(golden.read_text())["prompts"]] + found
-    return found[: run.sizes.prompts]
-
-
-def greedy(run, server):
-    """[(tokens, distance of the best two log-probabilities at each)]: the first prompts alone, the others
-    together."""
-    prompts = prompts_of(run, server.model.path)
-    more = {"return_logprob": True, "top_logprobs_num": 2}
-    answers = []
-    for group in [[p] for p in prompts[:2]] + [prompts[2:]]:
-        if group:
-            answers += server.post("/generate", {**body_of(group, run.sizes.greedy), **more})
-    found = []
-    for answer in answers:
-        tops = answer["meta_info"]["output_top_logprobs"]
-        found.append((answer["output_ids"], [top[0][0] - top[1][0] for top in tops]))
-        harness.check(len(answer["output_ids"]) == run.sizes.greedy, f"{server.name()}: {len(answer['output_ids'])} tokens")
-    return found
-
-
-def compare(metric, plain, ours):
-    """Rows: the share of tokens before the first that differs, and how many prompts part where the best two
-    were further apart than rounding."""
-    same = total = wrong = 0
-    parted = []
-    for (want, gaps), (got, _) in zip(plain, ours, strict=True):
-        first = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), len(want))
-        same, total = same + first, total + len(want)
-        if first < len(want):
-            parted.append((gaps[first], first))
-            wrong += gaps[first] > ROUNDING
-    words = f"{len(plain)} prompts of {len(plain[0][0])} tokens"
-    if parted:
-        words += "; part at (distance of the best two: token) " + ", ".join(f"{gap:.3f}: {at}" for gap, at in sorted(parted)[::-1])
-    return [
-        results.row(f"{metric}.agreement", same / total, "fraction", note=words),
-        results.row(f"{metric}.far", wrong, "prompts", note=f"part where SGLang's best two are more than {ROUNDING} apart; which side is right, float32 tells"),
-    ]
-
-
-def float32_rows(metric, judged):
-    """Both sides beside the same checkpoint in float32; `judged` is sglang_truth's answer."""
-    ours, theirs = (sglang_truth.summary(judged[side]) for side in ("ours", "plain"))
-    worse = sglang_truth.verdict(ours, theirs)
-    return [
-        results.row(f"{metric}.float32_agreement", 1 - ours["missed"] / ours["tokens"], "fraction",
-                    peer=1 - theirs["missed"] / theirs["tokens"], note=f"ours: {sglang_truth.words(ours)}; peer: {sglang_truth.words(theirs)}"),
-        results.row(f"{metric}.float32_first", ours["first"], "tokens", peer=theirs["first"], note="of an answer before the first that is not float32's, mean"),
-        results.row(f"{metric}.float32_worse", worse, "sigma", target=f"<= {sglang_truth.SIGMAS:g}",
-                    note="by which ours misses float32's tokens more often than the peer, or by more than "
-                    f"{sglang_truth.FAR} nat: {ours['missed']} and {ours['far']}, peer {theirs['missed']} and {theirs['far']}, of {ours['tokens']}"),
-    ]
-
-
-def step_float32(run):
-    """Of what `tokens` and `layouts` have kept; needs no server and no GPU."""
-    for metric, (checkpoint, mode, name, ours) in run.samples.kinds.get("ours", {}).items():
-        plain = run.samples.get("tokens", name)
-        if plain and not run.book.has(f"{metric}.float32_worse"):
-            third_party(run, metric, run.small(checkpoint, mode).path, plain, ours)
-
-
-def third_party(run, metric, path, plain, ours):
-    prompts = prompts_of(run, path)
-    sides = {name: [[prompt, said] for prompt, (said, _) in zip(prompts[: len(ours)], side, strict=True)] for name, side in (("ours", ours), ("plain", plain))}
-    run.need(10, "the float32 reference")
-    rows = float32_rows(metric, sglang_truth.ask(run.arguments.python, path, sides))
-    run.book.add(*rows)
-    if rows[2]["value"] > sglang_truth.SIGMAS:
-        run.failures.append(f"{metric}: further from float32 than SGLang alone: {rows[2]['note']}")
-
-
-def step_tokens(run):
-    todo = [(c, mode) for mode in run.modes() for c in checkpoints(run.arguments)]
-    todo = [(c, mode) for c, mode in todo if not run.book.has(f"sglang.tokens.{c}.{mode}.1x1.agreement")]
-    if not todo:
-        return
-    fleet = small_fleet(run)
-    check_graphs(run, fleet.servers())
-    for checkpoint, mode in todo:
-        run.need(5, f"tokens of {checkpoint}")
-        name = f"{checkpoint}-{mode}"
-        plain = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
-        with Replayed(run, name) as replayed:
-            ours = greedy(run, fleet.instances[name])
-        if mode == "graphs":
-            replayed.check(run.sizes.greedy - 2)
-        run.book.add(*compare(f"sglang.tokens.{checkpoint}.{mode}.1x1", plain, ours))
-        run.samples.keep("ours", f"sglang.tokens.{checkpoint}.{mode}.1x1", [checkpoint, mode, name, ours])
-    check_graphs(run, fleet.servers())
-
-
-def step_layouts(run):
-    todo = [(c, x) for c, x in layouts(run.arguments, run.host) if not run.book.has(f"sglang.tokens.{c}.graphs.{x}.agreement")]
-    if not todo:
-        return
-    mode = "eager" if run.arguments.rehearse else "graphs"
-    atn, ffn = run.host.both
-    pairs = {(c, x): run.small(c, mode, *map(int, x.split("x"))) for c, x in todo}
-    plain = {c: run.small(c, mode) for c, _ in todo}
-    # `tokens` has asked SGLang alone already, in this run or the one before.
-    fleet = run.start("layouts", vanilla=[(m, run.host.atn) for m in plain.values() if not run.samples.get("tokens", m.name)],
-                      models=pairs.values(), atn=atn, ffn=ffn)
-    for (checkpoint, layout), model in pairs.items():
-        run.need(5, f"tokens of {model.name}")
-        name = plain[checkpoint].name
-        truth = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
-        ours = greedy(run, fleet.instances[model.name])
-        run.book.add(*compare(f"sglang.tokens.{checkpoint}.graphs.{layout}", truth, ours))
-        run.samples.keep("ours", f"sglang.tokens.{checkpoint}.graphs.{layout}", [checkpoint, mode, name, ours])
-    check_graphs(run, fleet.servers())
-
-
-# ---- kill --------------------------------------------------------------------------------------------------
-def stream(server, ids, count):
-    return harness.Stream(server.port, "/generate", {**body_of(ids, count), "stream": True}, 120)
-
-
-def step_kill(run):
-    """Survivors stream while one victim after the other is killed; each stream is compared with the same
-    without a kill."""
-    if run.book.has("sglang.kill.wrong_tokens"):
-        return
-    fleet = small_fleet(run)
-    graphs = [s for s in fleet.instances.values() if s.model.mode == run.modes()[0]]
-    survivors = graphs[:2] if len(graphs) > 2 else graphs[:1]
-    victims = [s for s in fleet.instances.values() if s not in survivors][: run.arguments.kills]
-    count = run.sizes.kill_tokens
-    prompts = {s.model.name: prompts_of(run, s.model.path)[0] for s in fleet.instances.values()}
-    # Twice: what an Instance says in an idle system and beside a busy one has to be the same to be compared.
-    truth = {}
-    for _ in range(2):
-        began = time.monotonic()
-        streams = [(s, stream(s, prompts[s.model.name], count)) for s in survivors]
-        for server, one in streams:
-            ids = one.result(120)
-            harness.check(truth.setdefault(server.model.name, ids) == ids, f"{server.name()}: other tokens without any kill")
-        took = time.monotonic() - began
-    chance = random.Random(f"kill {os.getpid()}")
-    wrong, killed, delays = 0, 0, []
-    for victim in victims:
-        run.need(took + 10, "a kill")
-        pids = victim.schedulers()
-        harness.check(len(pids) == 1, f"{victim.name()} has schedulers {pids}")
-        dying = stream(victim, prompts[victim.model.name], min(3 * count, 900))
-        dying.wait(3)
-        streams = [(s, stream(s, prompts[s.model.name], count)) for s in survivors]
-        for _, one in streams:
-            one.wait(3)
-        time.sleep(chance.uniform(0, 0.3 * took))
-        os.kill(pids[0], signal.SIGKILL)
-        lengths = [len(one.ids) for _, one in streams]
-        if max(lengths) < count and not dying.done:
-            killed += 1
-        else:
-            print(f"    {victim.name()}: all was said before the kill, which does not count", flush=True)
-        for server, one in streams:
-            ids = one.result(60)
-            different = sum(a != b for a, b in zip(ids, truth[server.model.name], strict=False)) + abs(len(ids) - count)
-            wrong += different
-        delays.append(f"{victim.model.name} at {lengths[0]}")
-        victim.end()
-    harness.check(killed > 0, "no scheduler was killed in mid-decode")
-    run.book.add(results.row("sglang.kill.wrong_tokens", wrong, "tokens", target="<= 0",
-                             note=f"{killed} schedulers killed in mid-decode (token of the survivors: {'; '.join(delays)}); "
-                             f"{len(survivors)} survivors, {count} tokens each time"))
-    # Everything at once; the Fleet is no longer one.
-    run.fleet = None
-    left_over, before = fleet.kill_all()
-    if run.arguments.keep_logs:
-        run.keep_logs(fleet)
-    run.book.add(results.row("sglang.kill.left_mib", run.memory_left(fleet), "MiB", target="<= 64",
-                             note=f"of GPU memory after kill -9 of every process; of MPS: {', '.join(before) or 'nothing'}, "
-                             f"after the next daemon's start and end: {', '.join(left_over) or 'nothing'}"))
-    if left_over:
-        run.failures.append(f"kill -9 of everything left {left_over}")
 
 
 # ---- several cold models -----------------------------------------------------------------------------------
@@ -848,13 +617,15 @@ def parse():
     parser.add_argument("--only", default=",".join(ORDER), help="steps, in the order in which they are to run")
     parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True,
                         help="keep the rows of an earlier run's file in this folder (default: OUT)")
+    parser.add_argument("--again", action="store_true", help="with --resume: measure also what the earlier file has; its other rows are kept")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rates", default="0.8,0.4", help="requests/s of each cold model; the first one gives the ratio")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV with ContextTokens and GeneratedTokens (the Azure trace's conversations)")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--more-victims", type=int, default=4, help="Instances beyond those of `tokens`")
-    parser.add_argument("--seeded", action="store_true", help="seeded checkpoints of all families, not only of the dense one")
+    parser.add_argument("--checkpoints", type=lambda text: text.split(","), help="small ones, tales-FAMILY or seeded-FAMILY, instead of one of each family")
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=["graphs", "eager"], help="of their servers; the first ones start first")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--site", type=pathlib.Path, help="folder that goes in front of the servers' PYTHONPATH")
     parser.add_argument("--caches", type=pathlib.Path, help="archive of compiled kernels of an earlier run; a new one goes to OUT/caches.tar.gz")
@@ -901,8 +672,7 @@ def perform(run, steps):
                 print(f"    stops: {over}", flush=True)
                 continue  # a shorter step may still fit
             except (harness.Failed, OSError, ValueError, KeyError, RuntimeError, subprocess.SubprocessError) as error:
-                run.failures.append(f"{step}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-                print(f"    FAILS {step}: {type(error).__name__}: {error}", flush=True)
+                run.fails(step, error)
                 run.stop()
             print(f"    {step}: {time.monotonic() - began:.0f} s", flush=True)
     finally:

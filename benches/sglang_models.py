@@ -130,14 +130,19 @@ SIZES = {
     },
 }
 
-# Options of `xpool model synth`: at least 4 layers, groups of experts, a routed scale, a first dense layer
-# where the family has them.
+# Options of `xpool model synth`: at least 4 layers, a routed scale, a first dense layer where the family has them.
+#
+# SGLang's Triton kernels on GPUs limit the shapes of attention. MLA's decode kernel takes the values from the tile of
+# the keys: the latents and the rotary part together have to fit into the power of two that holds the latents, or be
+# 576 or 288. The models of data/tales (64 and 16) do not, and no server of theirs starts there; these have the
+# published models' 512 and 64, and their choice of experts without groups.
 _MOE = {"experts": 16, "top-k": 4}
+_LATENT_SHAPE = {"hidden": 2048, "head-dim": 128, "groups": 1, "top-groups": 1}
 SEEDED = {
-    "qwen3": {"seed": 33},
-    "qwen3-moe": {"seed": 40, **_MOE},
-    "deepseek-v2": {"seed": 49, "rope": "yarn", "groups": 4, "top-groups": 2, **_MOE},
-    "glm4-moe-lite": {"seed": 36, "groups": 4, "top-groups": 2, **_MOE},
+    "qwen3": {"seed": 33, "head-dim": 64},
+    "qwen3-moe": {"seed": 40, "head-dim": 64, **_MOE},
+    "deepseek-v2": {"seed": 49, "rope": "yarn", **_LATENT_SHAPE, **_MOE},
+    "glm4-moe-lite": {"seed": 36, **_LATENT_SHAPE, **_MOE},
 }
 
 
@@ -192,3 +197,12 @@ def seeded(family, folder, xpool, dtype="bf16"):
 def facts(path):
     """config.json of a checkpoint."""
     return json.loads((path / "config.json").read_text())
+
+
+def triton_decodes(config):
+    """Whether SGLang's Triton kernels can decode with this shape of attention; see SEEDED."""
+    latents = config.get("kv_lora_rank")
+    if not latents:
+        return True
+    width = latents + config["qk_rope_head_dim"]
+    return width in (576, 288) or (width - 1).bit_length() == (latents - 1).bit_length()

@@ -411,10 +411,11 @@ class Fleet:
     not wait; ready() does.
 
     `kv_policy`: scheduler.kv_policy. `pool`: bytes of the KV Capacity Pool of each attention device; None: what
-    its memory gives. `plain`: the side of the plain servers. `reform`: deadlines.reform, seconds."""
+    its memory gives. `plain`: the side of the plain servers. `reform`: deadlines.reform, seconds. `later`: names of
+    models whose servers start() leaves to launch()."""
 
     def __init__(self, host, arguments, name, vanilla=(), models=(), atn=None, ffn=None, kv_policy="static", pool=None,
-                 plain="vanilla", reform=None):
+                 plain="vanilla", reform=None, later=()):
         self.host, self.name = host, name
         self.build, self.python = arguments.build, arguments.python
         self.folder = arguments.scratch / name
@@ -424,6 +425,7 @@ class Fleet:
         self.vanilla, self.instances, self.roles = {}, {}, {}
         self.observe = arguments.observe
         self.kv_policy, self.pool, self.plain, self.reform = kv_policy, pool, plain, reform
+        self.later, self.lost = set(later), {}
 
     def spawn(self, command, log, environment):
         with open(log, "ab") as output:
@@ -440,13 +442,32 @@ class Fleet:
         self.began = time.monotonic()
         self.before = self.host.used()
         print(f"--- starting {self.name}: {len(self.vanilla_models)} plain, {len(self.models)} with CrossPool", flush=True)
-        for model, device in self.vanilla_models:
-            self.vanilla[model.name] = Server(self, model, self.plain, [], device)
+        now = {model.name for model in [*(model for model, _ in self.vanilla_models), *self.models]} - self.later
+        self.launch_plain(now)
         if self.models:
             self.start_system()
+            self.launch_instances(now)
         one = next(iter([*self.instances.values(), *self.vanilla.values()]))
         print(f"    SGLang's arguments on both sides: {' '.join(one.arguments)}", flush=True)
         return self
+
+    def launch_plain(self, names):
+        for model, device in self.vanilla_models:
+            if model.name in names:
+                self.vanilla[model.name] = Server(self, model, self.plain, [], device)
+
+    def launch_instances(self, names):
+        for model in self.models:
+            if model.name in names:
+                prefix = [str(self.build / "bin" / "xpool"), "exec", "--config", str(self.config), "--model", model.name, "--"]
+                self.instances[model.name] = Server(self, model, "crosspool", prefix, None)
+
+    def launch(self):
+        """Starts the servers that start() left."""
+        names, self.later = self.later, set()
+        print(f"    {self.name}: starts the servers of {len(names)} more after {time.monotonic() - self.began:.0f} s", flush=True)
+        self.launch_plain(names)
+        self.launch_instances(names)
 
     def configure(self, memory=None):
         """Writes the system's configuration; `memory`: {device: bytes}."""
@@ -507,7 +528,6 @@ class Fleet:
         return json.loads(self.planned("--json"))
 
     def start_system(self):
-        xpool = str(self.build / "bin" / "xpool")
         self.prepare()
         print(self.planned(), flush=True)
         commands = {"daemon": ["daemon", "serve"]}
@@ -515,9 +535,6 @@ class Fleet:
         commands |= {f"ffnagent {d}": ["ffnagent", "--device", d] for d in self.ffn}
         for name, words in commands.items():
             self.start_role(name, *words)
-        for model in self.models:
-            prefix = [xpool, "exec", "--config", str(self.config), "--model", model.name, "--"]
-            self.instances[model.name] = Server(self, model, "crosspool", prefix, None)
 
     def start_role(self, name, *words):
         command = [self.build / "bin" / "xpool", *words, "--config", self.config]
@@ -556,12 +573,32 @@ class Fleet:
     def servers(self):
         return [*self.vanilla.values(), *self.instances.values()]
 
+    def check_roles(self):
+        for name, process in self.roles.items():
+            if process.poll() is not None:
+                raise harness.Failed(f"{name} ended with {process.returncode}\n{self.role_tail(name)}")
+
+    def poll(self):
+        """One look at all servers, for who does not wait for all: one that ends before it is ready goes to `lost`,
+        with the reason, and the others go on. Failed: a role has ended."""
+        self.check_roles()
+        for servers in (self.vanilla, self.instances):
+            for name, server in list(servers.items()):
+                try:
+                    server.healthy()
+                except harness.Failed as error:
+                    print(f"    LOST {error}", flush=True)
+                    self.lost[server.name()] = str(error)
+                    server.end()
+                    del servers[name]
+
+    def starting(self):
+        return [server for server in self.servers() if server.ready_after is None]
+
     def ready(self, limit=None):
         end = time.monotonic() + (limit or self.host.start_s)
         while True:
-            for name, process in self.roles.items():
-                if process.poll() is not None:
-                    raise harness.Failed(f"{name} ended with {process.returncode}\n{self.role_tail(name)}")
+            self.check_roles()
             if all([server.healthy() for server in self.servers()]) and self.system_ready():
                 break
             if time.monotonic() > end:
@@ -575,6 +612,11 @@ class Fleet:
 
     def system_ready(self):
         return not self.models or self.answers("/ready")
+
+    def serves(self):
+        """All that was started is there and ready."""
+        processes = [*self.roles.values(), *(server.process for server in self.servers())]
+        return all(process.poll() is None for process in processes) and self.system_ready()
 
     def role_log(self, name):
         return self.folder / f"{name.replace(' ', '-').replace(':', '')}.log"

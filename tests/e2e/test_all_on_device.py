@@ -11,6 +11,7 @@ import pathlib
 import sys
 import tempfile
 import time
+import types
 
 import harness
 from harness import check
@@ -89,5 +90,27 @@ def unknown_step_and_no_gpu():
         raise harness.Failed("an unknown step was taken")
 
 
+def what_another_step_measured():
+    """In this run, else in an earlier one, else in docs/results."""
+    module = load()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        step = module.Step(1, 1, 20, "x", "x.py --resume PRIOR --trace TRACE")
+        a = types.SimpleNamespace(out=folder / "out", prior=None, build=folder, site=None, trace=None, peer=None)
+
+        def prior():
+            words = module.command_of(step, a, folder / "out" / "steps" / "now", 10)
+            check(words[-2] == "--resume", words)
+            return words[-1]
+
+        check(prior() == str(module.RESULTS), prior())
+        a.prior = folder / "before"
+        check(prior() == str(module.RESULTS), prior())
+        for place in ("before/steps/one", "out/steps/two"):
+            (folder / place).mkdir(parents=True)
+            (folder / place / "x.json").write_text("{}")
+            check(prior() == str((folder / place).resolve()), prior())
+
+
 if __name__ == "__main__":
-    harness.main(steps, unknown_step_and_no_gpu)
+    harness.main(steps, unknown_step_and_no_gpu, what_another_step_measured)

@@ -24,6 +24,7 @@ import sglang_models  # noqa: E402
 import sglang_padded  # noqa: E402
 import sglang_servers  # noqa: E402
 import sglang_spread  # noqa: E402
+import sglang_tokens  # noqa: E402
 import sglang_truth  # noqa: E402
 
 LOG = """
@@ -68,14 +69,14 @@ class Logs(unittest.TestCase):
 
     def test_steps_outside_graphs_fail_the_run(self):
         run = run_on()
-        sglang_gpu.check_graphs(run, [server(LOG)])
+        sglang_tokens.check_graphs(run, [server(LOG)])
         self.assertEqual(run.failures, [])
         with self.assertRaisesRegex(sglang_servers.harness.Failed, "outside graphs"):
-            sglang_gpu.check_graphs(run, [server(LOG + EAGER)])
+            sglang_tokens.check_graphs(run, [server(LOG + EAGER)])
         with self.assertRaisesRegex(sglang_servers.harness.Failed, "did not report"):
-            sglang_gpu.check_graphs(run, [server(EAGER)])
-        sglang_gpu.check_graphs(run, [server(EAGER, mode="eager")])
-        sglang_gpu.check_graphs(run, [server(LOG.replace("piecewise", "other"))])
+            sglang_tokens.check_graphs(run, [server(EAGER)])
+        sglang_tokens.check_graphs(run, [server(EAGER, mode="eager")])
+        sglang_tokens.check_graphs(run, [server(LOG.replace("piecewise", "other"))])
         self.assertEqual(len(run.failures), 1)
 
 
@@ -84,7 +85,7 @@ class Counters(unittest.TestCase):
 
     def measured(self, *states):
         run = run_on(counters=states)
-        with sglang_gpu.Replayed(run, "m") as found:
+        with sglang_tokens.Replayed(run, "m") as found:
             pass
         return found
 
@@ -105,9 +106,9 @@ class Counters(unittest.TestCase):
         states = [counted(0, 0, 0, ffn_calls=0, ffn_wait_ns=0), counted(10, 100000, 5000, ffn_calls=10, ffn_wait_ns=200000),
                   counted(70, 420000, 75000, ffn_calls=70, ffn_wait_ns=1000000)]
         run = run_on(counters=states)
-        with sglang_gpu.Replayed(run, "m") as prefill:
+        with sglang_tokens.Replayed(run, "m") as prefill:
             pass
-        with sglang_gpu.Replayed(run, "m", since=prefill) as whole:
+        with sglang_tokens.Replayed(run, "m", since=prefill) as whole:
             pass
         layer = whole.layer(prefill, 2)  # 60 calls less twice 10
         self.assertEqual(layer["calls"], 40)
@@ -141,10 +142,10 @@ class Times(unittest.TestCase):
 class Tokens(unittest.TestCase):
     def test_only_close_choices_may_part(self):
         plain = [([1, 2, 3, 4], [5.0, 5.0, 0.1, 5.0]), ([1, 2, 3, 4], [5.0] * 4)]
-        agreement, wrong = sglang_gpu.compare("t", plain, [([1, 2, 9, 9], []), ([1, 2, 3, 4], [])])
+        agreement, wrong = sglang_tokens.compare("t", plain, [([1, 2, 9, 9], []), ([1, 2, 3, 4], [])])
         self.assertEqual((agreement["value"], wrong["value"]), (0.75, 0))
         self.assertIn("0.100: 2", agreement["note"])
-        agreement, wrong = sglang_gpu.compare("t", plain, [([9, 2, 3, 4], []), ([1, 2, 3, 4], [])])
+        agreement, wrong = sglang_tokens.compare("t", plain, [([9, 2, 3, 4], []), ([1, 2, 3, 4], [])])
         self.assertEqual((agreement["value"], wrong["value"]), (0.5, 1))
 
 
@@ -171,7 +172,7 @@ class ThirdParty(unittest.TestCase):
         self.assertGreater(sglang_truth.verdict(side(10, 6), side(15, 0)), sglang_truth.SIGMAS)  # few, but far
 
     def test_rows(self):
-        rows = sglang_gpu.float32_rows("t", {"ours": judged([0, 0, 0, 0.5]), "plain": judged([4.7, 0, 0, 0.1])})
+        rows = sglang_tokens.float32_rows("t", {"ours": judged([0, 0, 0, 0.5]), "plain": judged([4.7, 0, 0, 0.1])})
         self.assertEqual([row["metric"] for row in rows], ["t.float32_agreement", "t.float32_first", "t.float32_worse"])
         self.assertEqual((rows[0]["value"], rows[0]["peer"]), (0.75, 0.5))
         self.assertEqual((rows[1]["value"], rows[1]["peer"]), (3, 0))
@@ -199,12 +200,88 @@ class GoingOn(unittest.TestCase):
             self.assertEqual(sglang_gpu.Samples(second, first).get("tokens", "m"), [1, 2])
             self.assertEqual(sglang_gpu.Samples(second, second).get("tokens", "m"), [1, 2])
 
+    def test_rows_of_another_commit_say_so(self):
+        with tempfile.TemporaryDirectory() as folder:
+            first, second = (pathlib.Path(folder) / name for name in ("x.json", "y.json"))
+            with mock.patch.object(results, "commit", lambda: "old"):
+                sglang_gpu.Book(first, "machine", None, ["one", "two", "gone"]).add(results.row("one", 1.5, "ms"), results.row("two", 2.5, "ms"))
+            book = sglang_gpu.Book(second, "machine", first, ["one", "two"], again=True)
+            self.assertFalse(book.has("one") or book.has("two"))  # they are measured once more
+            with mock.patch.object(results, "commit", lambda: "new"):
+                book.add(results.row("one", 1.4, "ms"))
+            self.assertTrue(book.has("one"))
+            data = json.loads(second.read_text())
+            self.assertEqual([(row["metric"], row["value"], row.get("commit", data["commit"])) for row in data["rows"]], [("one", 1.4, "new"), ("two", 2.5, "old")])
+
     def test_no_step_begins_without_time(self):
         run = sglang_gpu.Run.__new__(sglang_gpu.Run)
         run.end = sglang_gpu.time.monotonic() + 5
         run.need(1, "this")
         with self.assertRaises(sglang_gpu.OutOfTime):
             run.need(60, "that")
+
+
+class Small(unittest.TestCase):
+    """The servers of small checkpoints, without any."""
+
+    def fleet(self, **ends):
+        """Every server serves at once; those named in `ends` end instead."""
+        fleet = sglang_servers.Fleet.__new__(sglang_servers.Fleet)
+        fleet.roles, fleet.lost, fleet.later, fleet.ended = {}, {}, set(), []
+
+        def made(side, name):
+            one = types.SimpleNamespace(model=types.SimpleNamespace(name=name, mode="graphs"), side=side, ready_after=None)
+            one.name, one.end = lambda: f"{side} {name}", lambda: fleet.ended.append(one.name())
+
+            def healthy():
+                if name in ends.get(side, ()):
+                    raise sglang_servers.harness.Failed(f"{one.name()} ended with -9")
+                one.ready_after = 1.0
+                return True
+
+            one.healthy = healthy
+            return one
+
+        names = ("tales-qwen3-moe-graphs", "seeded-deepseek-v2-graphs")
+        fleet.vanilla, fleet.instances = ({name: made(side, name) for name in names} for side in ("vanilla", "crosspool"))
+        return fleet
+
+    def test_a_server_that_does_not_start_costs_its_own_rows(self):
+        fleet, asked = self.fleet(vanilla=["seeded-deepseek-v2-graphs"]), []
+        arguments = types.SimpleNamespace(checkpoints=["seeded-deepseek-v2", "tales-qwen3-moe"], rehearse=False, only="tokens", kills=10)
+        run = types.SimpleNamespace(modes=lambda: ("graphs",), arguments=arguments, failures=[], need=lambda *words: None,
+                                    book=types.SimpleNamespace(has=lambda metric: False))
+        with mock.patch.object(sglang_tokens, "small_fleet", lambda run: fleet), \
+             mock.patch.object(sglang_tokens, "pair_of_tokens", lambda run, fleet, *pair: asked.append(pair)):
+            sglang_tokens.step_tokens(run)
+        self.assertEqual(asked, [("tales-qwen3-moe", "graphs")])
+        self.assertEqual(fleet.ended, ["vanilla seeded-deepseek-v2-graphs"])
+        self.assertEqual(run.failures, ["tokens of seeded-deepseek-v2-graphs: vanilla seeded-deepseek-v2-graphs ended with -9"])
+
+    def kills(self, rows):
+        run = types.SimpleNamespace(book=sglang_gpu.Book.__new__(sglang_gpu.Book), arguments=types.SimpleNamespace(kills=10))
+        run.book.again, run.book.rows = False, {row["metric"]: row for row in rows}
+        return sglang_tokens.kills_left(run)
+
+    def test_kills_are_judged_and_counted(self):
+        run = types.SimpleNamespace(sizes=sglang_gpu.Sizes(False), arguments=types.SimpleNamespace(kills=10))
+        survivors = [types.SimpleNamespace(model=types.SimpleNamespace(name="s"))]
+        done = [{"name": "v", "at": 40, "wrong": 0, "gap": 0.004, "ended": []}, {"name": "w", "at": None, "wrong": 3, "gap": 0.009, "ended": []}]
+        rows = sglang_tokens.kill_rows(run, done, survivors, 0.003)
+        self.assertEqual([row["value"] for row in rows], [3, 1, 9.0])  # a kill that came too late counts for tokens alone
+        self.assertIn("v at 40", rows[1]["note"])
+        self.assertEqual((self.kills([]), self.kills(rows)), (10, 9))
+
+    def test_shapes_that_triton_decodes(self):
+        def decodes(latents, rotary):
+            return sglang_models.triton_decodes({"kv_lora_rank": latents, "qk_rope_head_dim": rotary})
+
+        self.assertTrue(sglang_models.triton_decodes({}))
+        self.assertEqual([decodes(512, 64), decodes(256, 32), decodes(112, 16), decodes(64, 16), decodes(128, 64)], [True, True, True, False, False])
+        for family in ("deepseek-v2", "glm4-moe-lite"):
+            self.assertFalse(sglang_models.triton_decodes(sglang_models.facts(sglang_models.TALES / family)))
+            hidden, head = sglang_models.SEEDED[family]["hidden"], sglang_models.SEEDED[family]["head-dim"]  # as `xpool model synth` derives them
+            self.assertTrue(decodes(hidden // 4, head // 2))
 
 
 class Memory(unittest.TestCase):

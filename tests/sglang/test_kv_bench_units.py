@@ -190,6 +190,14 @@ class Books(unittest.TestCase):
         self.assertEqual(sglang_servers.memory_for(device, 1000, 750), 1000)
 
 
+class Trimming(kv_load.Trimming):
+    """Trims before anything is asked."""
+
+    def __enter__(self):
+        self.fleet.kv("trim", "--all")
+        return super().__enter__()
+
+
 class Policies(unittest.TestCase):
     """set_policy gives the commands that each change needs."""
 
@@ -308,6 +316,99 @@ class Peers(unittest.TestCase):
         server = types.SimpleNamespace(text=lambda: "Failed to patch sglang: b", name=lambda: "s")
         with self.assertRaisesRegex(harness.Failed, "patches"):
             kv_gpu.check_patched({"m": server})
+
+    def test_a_model_that_does_not_start_is_left_out_once(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = kv_gpu.Run(kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse"]))
+            qwen, glm, deepseek = kv_gpu.MODELS
+            self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, qwen])
+            graphs = ["cuda"]
+            fleet = types.SimpleNamespace(name="kv-ours", instances={glm: types.SimpleNamespace(captured=lambda: dict.fromkeys(graphs, 1.0))})
+            started, run.fleet = [], fleet
+
+            def start(self, name, models, **what):
+                started.append(models)
+                if len(models) == 3:
+                    raise harness.Failed(f"crosspool {glm} ended with 1 before it was ready\nno such kernel")
+                return fleet
+
+            with mock.patch.multiple(kv_gpu.Run, start=start, model=lambda self, name: name, stop=lambda self: None), mock.patch.object(kv_gpu, "begin_system"):
+                self.assertIs(run.system(), fleet)
+            # At first without the graphs in whose capture it ended.
+            self.assertEqual(started, [[qwen, glm, deepseek], [qwen, glm, deepseek], [qwen, deepseek]])
+            self.assertEqual(run.eager_prefill, {glm, deepseek})
+            self.assertEqual([run.model(name).more for name in (qwen, glm)], [[], ["--disable-piecewise-cuda-graph"]])
+            self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, qwen])
+            self.assertEqual(run.failures, [f"{glm} does not start: crosspool {glm} ended with 1 before it was ready"] * 2)
+            run.names, run.eager_prefill = [qwen, glm, deepseek], set()
+            graphs.clear()  # nothing was captured: it is left out at once
+            with mock.patch.object(kv_gpu.Run, "stop"):
+                run.without(harness.Failed(f"crosspool {glm} ended with 1"))
+            self.assertEqual((run.names, run.eager_prefill), ([qwen, deepseek], set()))
+            for text in ("daemon ended with 1", f"crosspool {qwen} ended with 1"):  # nobody to blame, too few left
+                with self.assertRaises(harness.Failed):
+                    run.without(harness.Failed(text))
+            run.names = [glm, deepseek]
+            self.assertEqual([run.who(part) for part in (kv_gpu.LONG, kv_gpu.BUSY, kv_gpu.ALONE)], [deepseek, deepseek, glm])
+
+    def test_a_step_that_fails_leaves_the_system_where_it_serves(self):
+        def step_bad(run):
+            raise harness.Failed("wrong\nmore")
+
+        for serves in (True, False):
+            run = types.SimpleNamespace(failures=[], fleet=types.SimpleNamespace(serves=lambda serves=serves: serves))
+            if serves:
+                kv_gpu.keeping(step_bad)(run)
+                self.assertEqual(run.failures, ["step_bad: Failed: wrong"])
+            else:
+                with self.assertRaises(harness.Failed):
+                    kv_gpu.keeping(step_bad)(run)
+
+    def test_tokens_under_a_history_are_compared(self):
+        for wrong, moves in ((0, True), (1, True), (0, False)):
+            state = {"groups": [{"model": "m", "grants": 0}]}
+
+            def kv(*words, state=state, moves=moves):
+                state["groups"][0]["grants"] += moves and words[:1] == ("trim",)
+
+            def post(path, body, timeout, state=state, wrong=wrong):
+                time.sleep(0.05 if state["groups"][0]["grants"] else 0.0)
+                moved = state["groups"][0]["grants"] > 0
+                return {"output_ids": [1, 2 + (wrong and moved)]}
+
+            def books(state=state):
+                return {"groups": [dict(state["groups"][0])]}
+
+            server = types.SimpleNamespace(model=types.SimpleNamespace(path=pathlib.Path("x")), post=post)
+            fleet = types.SimpleNamespace(instances={"m": server}, kv=kv, books=books, policy="deadline")
+            with tempfile.TemporaryDirectory() as folder:
+                run = self.run_here(folder, fleet)
+                with mock.patch.object(kv_gpu.sglang_models, "facts", return_value={"vocab_size": 99}), mock.patch.object(kv_load, "Trimming", Trimming):
+                    if wrong or not moves:
+                        with self.assertRaisesRegex(harness.Failed, "differ" if wrong else "did not move"):
+                            kv_gpu.step_history(run)
+                    else:
+                        kv_gpu.step_history(run)
+                row = run.book.rows["kv.history.wrong_tokens"]
+                self.assertEqual(row["value"] is None, not moves)
+                if moves:
+                    self.assertEqual(row["value"] > 0, bool(wrong))
+
+    def run_here(self, folder, fleet):
+        run = kv_gpu.Run(kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse"]))
+        run.system = lambda: fleet
+        return run
+
+    def test_both_halves_of_the_trace_are_there(self):
+        with tempfile.TemporaryDirectory() as folder:
+            conv = pathlib.Path(folder) / "trace_conv.csv"
+            words = ["--build", "x", "--trace", str(conv)]
+            conv.touch()
+            with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
+                kv_gpu.parse(words)
+            kv_gpu.parse([*words, "--only", "cold"])
+            (conv.parent / "trace_code.csv").touch()
+            self.assertEqual(kv_gpu.parse(words).models, list(kv_gpu.MODELS))
 
     def test_steps_are_known(self):
         self.assertEqual(set(kv_gpu.ORDER), set(kv_gpu.STEPS))
