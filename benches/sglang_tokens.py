@@ -85,6 +85,7 @@ class Replayed:
         return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items())
 
 
+# ---- asking ------------------------------------------------------------------------------------------------
 def ids_of(seed, length, vocab):
     chance = random.Random(seed)
     return [chance.randrange(16, vocab - 16) for _ in range(length)]
@@ -94,12 +95,12 @@ def body_of(ids, count):
     return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}}
 
 
-# ---- which ones ----------------------------------------------------------------------------------------------
+# ---- which ones --------------------------------------------------------------------------------------------
 def checkpoints(arguments):
     """One of each family; why two of data/tales are not among them is said at sglang_models.SEEDED."""
     if arguments.checkpoints:
         return arguments.checkpoints
-    return ["tales-qwen3-moe"] if arguments.rehearse else ["tales-qwen3-moe", *(f"seeded-{family}" for family in FAMILIES if family != "qwen3-moe")]
+    return ["tales-qwen3-moe", *(() if arguments.rehearse else (f"seeded-{family}" for family in FAMILIES if family != "qwen3-moe"))]
 
 
 def layouts(arguments):
@@ -108,7 +109,6 @@ def layouts(arguments):
     return [(c, layout) for c in checkpoints(arguments) for layout in (both if c != "seeded-qwen3" else both[:1])]
 
 
-# ---- asking --------------------------------------------------------------------------------------------------
 # ---- tokens ------------------------------------------------------------------------------------------------
 def small_fleet(run):
     """The servers of all small checkpoints; see advance()."""
