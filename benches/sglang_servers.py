@@ -447,9 +447,13 @@ class Fleet:
         if self.models:
             self.start_system()
             self.launch_instances(now)
-        one = next(iter([*self.instances.values(), *self.vanilla.values()]))
-        print(f"    SGLang's arguments on both sides: {' '.join(one.arguments)}", flush=True)
+        self.tell_arguments()
         return self
+
+    def tell_arguments(self):
+        """One command line of each mode; both sides have the same."""
+        for mode, one in {server.model.mode: server for server in self.servers()}.items():
+            print(f"    SGLang's arguments on both sides, {mode}: {' '.join(one.arguments)}", flush=True)
 
     def launch_plain(self, names):
         for model, device in self.vanilla_models:
@@ -468,6 +472,7 @@ class Fleet:
         print(f"    {self.name}: starts the servers of {len(names)} more after {time.monotonic() - self.began:.0f} s", flush=True)
         self.launch_plain(names)
         self.launch_instances(names)
+        self.tell_arguments()
 
     def configure(self, memory=None):
         """Writes the system's configuration; `memory`: {device: bytes}."""

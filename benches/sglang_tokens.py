@@ -20,6 +20,7 @@ from sglang_servers import harness
 FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v2", "glm4-moe-lite")
 ROUNDING = 0.25  # of two log-probabilities: what BF16 may change
 WAVE = 0.3  # of Host.start_s: the other servers start, also where one of the first is not there
+ANSWER_S = 60  # for 64 tokens, kernels that are compiled at first use included
 KILLS_S, END_S = 90, 30  # what tokens leave to the kills, and those to the end of everything
 EXPECTED = (harness.Failed, OSError, ValueError, KeyError, RuntimeError)
 
@@ -84,6 +85,7 @@ class Replayed:
         return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items())
 
 
+# ---- asking ------------------------------------------------------------------------------------------------
 def ids_of(seed, length, vocab):
     chance = random.Random(seed)
     return [chance.randrange(16, vocab - 16) for _ in range(length)]
@@ -93,12 +95,12 @@ def body_of(ids, count):
     return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}}
 
 
-# ---- which ones ----------------------------------------------------------------------------------------------
+# ---- which ones --------------------------------------------------------------------------------------------
 def checkpoints(arguments):
     """One of each family; why two of data/tales are not among them is said at sglang_models.SEEDED."""
     if arguments.checkpoints:
         return arguments.checkpoints
-    return ["tales-qwen3-moe"] if arguments.rehearse else ["tales-qwen3-moe", *(f"seeded-{family}" for family in FAMILIES if family != "qwen3-moe")]
+    return ["tales-qwen3-moe", *(() if arguments.rehearse else (f"seeded-{family}" for family in FAMILIES if family != "qwen3-moe"))]
 
 
 def layouts(arguments):
@@ -107,7 +109,6 @@ def layouts(arguments):
     return [(c, layout) for c in checkpoints(arguments) for layout in (both if c != "seeded-qwen3" else both[:1])]
 
 
-# ---- asking --------------------------------------------------------------------------------------------------
 # ---- tokens ------------------------------------------------------------------------------------------------
 def small_fleet(run):
     """The servers of all small checkpoints; see advance()."""
@@ -129,10 +130,29 @@ def advance(run, fleet):
         fleet.launch()
 
 
-def serving(fleet, name):
-    """Both sides' servers of a model, once both serve."""
-    servers = [side.get(name) for side in (fleet.vanilla, fleet.instances)]
-    return servers if all(server and server.ready_after is not None for server in servers) else None
+def as_they_come(run, fleet, todo, reserve, ask):
+    """Asks each of `todo`, {what is measured: (name of its plain server or None, name of its Instance)}, when its
+    servers serve: ask(what, plain server, Instance). What is wrong with one does not end the step. `reserve`: seconds
+    that are left to what follows."""
+    while todo:
+        advance(run, fleet)
+        for what, (plain, ours) in list(todo.items()):
+            lost = [reason for side, name in (("vanilla", plain), ("crosspool", ours)) if (reason := fleet.lost.get(f"{side} {name}"))]
+            servers = plain and fleet.vanilla.get(plain), fleet.instances.get(ours)
+            if not lost and not all(server.ready_after is not None if server else not name for server, name in zip(servers, (plain, ours), strict=True)):
+                continue
+            del todo[what]
+            if lost:
+                run.failures.append(f"{what}: {lost[0].splitlines()[0]}")
+                continue
+            run.need(reserve + 5, what)
+            try:
+                ask(what, *servers)
+            except EXPECTED as error:
+                run.fails(what, error)
+        if todo:
+            run.need(reserve + 5, ", ".join(todo))
+            time.sleep(0.2)
 
 
 def prompts_of(run, path):
@@ -152,7 +172,7 @@ def greedy(run, server):
     answers = []
     for group in [[p] for p in prompts[:2]] + [prompts[2:]]:
         if group:
-            answers += server.post("/generate", {**body_of(group, run.sizes.greedy), **more})
+            answers += server.post("/generate", {**body_of(group, run.sizes.greedy), **more}, ANSWER_S)
     found = []
     for answer in answers:
         tops = answer["meta_info"]["output_top_logprobs"]
@@ -221,71 +241,53 @@ def kills_left(run):
 
 
 def step_tokens(run):
-    todo = [(c, mode) for mode in run.modes() for c in checkpoints(run.arguments)]
-    todo = [(c, mode) for c, mode in todo if not run.book.has(f"sglang.tokens.{c}.{mode}.1x1.agreement")]
+    metrics = {f"sglang.tokens.{c}.{mode}.1x1": (c, mode) for mode in run.modes() for c in checkpoints(run.arguments)}
+    todo = {metric: pair for metric, pair in metrics.items() if not run.book.has(f"{metric}.agreement")}
     if not todo:
         return
     fleet = small_fleet(run)
     reserve = KILLS_S if "kill" in run.arguments.only.split(",") and kills_left(run) else 0
-    while todo:
-        advance(run, fleet)
-        for checkpoint, mode in list(todo):
-            name = f"{checkpoint}-{mode}"
-            lost = [reason for side in ("vanilla", "crosspool") if (reason := fleet.lost.get(f"{side} {name}"))]
-            if lost:
-                run.failures.append(f"tokens of {name}: {lost[0].splitlines()[0]}")
-            elif not serving(fleet, name):
-                continue
-            else:
-                run.need(reserve + 5, f"tokens of {name}")
-                pair_of_tokens(run, fleet, checkpoint, mode)
-            todo.remove((checkpoint, mode))
-        if todo:
-            run.need(reserve + 5, f"tokens of {', '.join('-'.join(pair) for pair in todo)}")
-            time.sleep(0.2)
+
+    def ask(metric, plain, ours):
+        try:
+            pair_of_tokens(run, metric, *todo[metric], plain, ours)
+        finally:  # SGLang alone is not needed any more
+            plain.end()
+            del fleet.vanilla[plain.model.name]
+
+    as_they_come(run, fleet, {metric: 2 * ("-".join(pair),) for metric, pair in todo.items()}, reserve, ask)
 
 
-def pair_of_tokens(run, fleet, checkpoint, mode):
-    """Rows of one checkpoint; what is wrong with it does not end the step. SGLang alone is not needed afterwards."""
-    name, metric = f"{checkpoint}-{mode}", f"sglang.tokens.{checkpoint}.{mode}.1x1"
-    servers = plain_server, our_server = serving(fleet, name)
-    try:
-        check_graphs(run, servers)
-        plain = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, plain_server))
-        with Replayed(run, name) as replayed:
-            ours = greedy(run, our_server)
-        run.samples.keep("ours", metric, [checkpoint, mode, name, ours])
-        agreement, far = compare(metric, plain, ours)
-        agreement["note"] += f"; FFN calls: {replayed.words()}"
-        run.book.add(agreement, far)
-        if mode == "graphs":
-            replayed.check(run.sizes.greedy - 2)
-        check_graphs(run, servers)
-    except EXPECTED as error:
-        run.fails(f"tokens of {name}", error)
-    plain_server.end()
-    del fleet.vanilla[name]
+def pair_of_tokens(run, metric, checkpoint, mode, plain_server, server):
+    """Rows of one checkpoint. `plain_server`: None where its answers are among the samples."""
+    servers = [one for one in (plain_server, server) if one]
+    name = f"{checkpoint}-{mode}"
+    check_graphs(run, servers)
+    plain = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, plain_server))
+    with Replayed(run, server.model.name) as replayed:
+        ours = greedy(run, server)
+    run.samples.keep("ours", metric, [checkpoint, mode, name, ours])
+    agreement, far = compare(metric, plain, ours)
+    agreement["note"] += f"; FFN calls: {replayed.words()}"
+    run.book.add(agreement, far)
+    if mode == "graphs":
+        replayed.check(run.sizes.greedy - 2)
+    check_graphs(run, servers)
 
 
 def step_layouts(run):
-    todo = [(c, x) for c, x in layouts(run.arguments) if not run.book.has(f"sglang.tokens.{c}.graphs.{x}.agreement")]
+    metrics = {f"sglang.tokens.{c}.graphs.{x}": (c, x) for c, x in layouts(run.arguments)}
+    todo = {metric: pair for metric, pair in metrics.items() if not run.book.has(f"{metric}.agreement")}
     if not todo:
         return
-    mode = "eager" if run.arguments.rehearse else "graphs"
     atn, ffn = run.host.both
-    pairs = {(c, x): run.small(c, mode, *map(int, x.split("x"))) for c, x in todo}
-    plain = {c: run.small(c, mode) for c, _ in todo}
+    pairs = {metric: run.small(c, "graphs", *map(int, x.split("x"))) for metric, (c, x) in todo.items()}
+    plain = {c: run.small(c, "graphs") for c, _ in todo.values()}
     # `tokens` has asked SGLang alone already, in this run or the one before.
-    fleet = run.start("layouts", vanilla=[(m, run.host.atn) for m in plain.values() if not run.samples.get("tokens", m.name)],
-                      models=pairs.values(), atn=atn, ffn=ffn)
-    for (checkpoint, layout), model in pairs.items():
-        run.need(5, f"tokens of {model.name}")
-        name = plain[checkpoint].name
-        truth = run.samples.get("tokens", name) or run.samples.keep("tokens", name, greedy(run, fleet.vanilla[name]))
-        ours = greedy(run, fleet.instances[model.name])
-        run.book.add(*compare(f"sglang.tokens.{checkpoint}.graphs.{layout}", truth, ours))
-        run.samples.keep("ours", f"sglang.tokens.{checkpoint}.graphs.{layout}", [checkpoint, mode, name, ours])
-    check_graphs(run, fleet.servers())
+    asked = [m for m in plain.values() if not run.samples.get("tokens", m.name)]
+    fleet = run.begin("layouts", vanilla=[(m, run.host.atn) for m in asked], models=pairs.values(), atn=atn, ffn=ffn)
+    names = {metric: (plain[c].name if plain[c] in asked else None, pairs[metric].name) for metric, (c, _) in todo.items()}
+    as_they_come(run, fleet, names, 0, lambda metric, plain, ours: pair_of_tokens(run, metric, todo[metric][0], "graphs", plain, ours))
 
 
 # ---- kill --------------------------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ def without_kill(run, survivors, prompts):
     for _ in range(2):
         began = time.monotonic()
         for server, one in [(s, stream(s, prompts[s.model.name], run.sizes.kill_tokens)) for s in survivors]:
-            ids = one.result(120)
+            ids = one.result(ANSWER_S)
             harness.check(truth.setdefault(server.model.name, ids) == ids, f"{server.name()}: other tokens without any kill")
             gap = max([gap, *(b - a for a, b in zip(one.times, one.times[1:], strict=False))])
         took = time.monotonic() - began

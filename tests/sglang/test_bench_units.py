@@ -252,11 +252,11 @@ class Small(unittest.TestCase):
         run = types.SimpleNamespace(modes=lambda: ("graphs",), arguments=arguments, failures=[], need=lambda *words: None,
                                     book=types.SimpleNamespace(has=lambda metric: False))
         with mock.patch.object(sglang_tokens, "small_fleet", lambda run: fleet), \
-             mock.patch.object(sglang_tokens, "pair_of_tokens", lambda run, fleet, *pair: asked.append(pair)):
+             mock.patch.object(sglang_tokens, "pair_of_tokens", lambda run, metric, *pair: asked.append(pair[:2])):
             sglang_tokens.step_tokens(run)
         self.assertEqual(asked, [("tales-qwen3-moe", "graphs")])
-        self.assertEqual(fleet.ended, ["vanilla seeded-deepseek-v2-graphs"])
-        self.assertEqual(run.failures, ["tokens of seeded-deepseek-v2-graphs: vanilla seeded-deepseek-v2-graphs ended with -9"])
+        self.assertEqual(fleet.ended, ["vanilla seeded-deepseek-v2-graphs", "vanilla tales-qwen3-moe-graphs"])
+        self.assertEqual(run.failures, ["sglang.tokens.seeded-deepseek-v2.graphs.1x1: vanilla seeded-deepseek-v2-graphs ended with -9"])
 
     def kills(self, rows):
         run = types.SimpleNamespace(book=sglang_gpu.Book.__new__(sglang_gpu.Book), arguments=types.SimpleNamespace(kills=10))
