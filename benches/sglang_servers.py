@@ -31,6 +31,7 @@ PR_SET_PDEATHSIG = 1
 PORTS = range(10500, 32000, 300)  # a server uses the next ones too
 BROKEN_PLUGIN = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply hooks")
 LOG_TAIL = 2500
+NO_PREFILL_GRAPHS = "--disable-piecewise-cuda-graph"
 CACHES = pathlib.Path("/tmp/xpool-sglang-caches")
 CACHES_MOST_MIB = 15.5
 TRUSTED = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
@@ -384,6 +385,10 @@ class Server:
             tree += [child for child, (parent, *_) in table.items() if parent == pid]
         return [pid for pid in tree if table.get(pid) and "sglang::scheduler" in " ".join(table[pid][3])]
 
+    def set_log_aside(self):
+        """What a later server of this name says begins a new one."""
+        self.log.rename(self.log.with_suffix(".first.log"))
+
     def end(self):
         """SIGKILL to all its processes."""
         kill_group(self.process)
@@ -425,7 +430,7 @@ class Fleet:
         self.vanilla, self.instances, self.roles = {}, {}, {}
         self.observe = arguments.observe
         self.kv_policy, self.pool, self.plain, self.reform = kv_policy, pool, plain, reform
-        self.later, self.lost = set(later), {}
+        self.later, self.lost, self.dead = set(later), {}, {}
 
     def spawn(self, command, log, environment):
         with open(log, "ab") as output:
@@ -594,8 +599,28 @@ class Fleet:
                 except harness.Failed as error:
                     print(f"    LOST {error}", flush=True)
                     self.lost[server.name()] = str(error)
+                    self.dead[server.name()] = server
                     server.end()
                     del servers[name]
+
+    def without_prefill_graphs(self, name):
+        """Starts both servers of a model once more, without prefill graphs, where one of them ended while it captured
+        these and has not been started so before. False: nothing was done."""
+        dead = [server for side in (self.plain, "crosspool") if (server := self.dead.pop(f"{side} {name}", None))]
+        if not any(set(server.captured()) == {"cuda"} and NO_PREFILL_GRAPHS not in server.model.more for server in dead):
+            return False
+        for servers in (self.vanilla, self.instances):
+            if name in servers:
+                dead.append(servers.pop(name))
+                dead[-1].end()
+        for server in dead:
+            server.set_log_aside()
+        for model in {id(one.model): one.model for one in dead}.values():
+            model.more = [*model.more, NO_PREFILL_GRAPHS]
+        self.lost = {key: reason for key, reason in self.lost.items() if not key.endswith(f" {name}")}
+        self.launch_plain({name})
+        self.launch_instances({name})
+        return True
 
     def starting(self):
         return [server for server in self.servers() if server.ready_after is None]

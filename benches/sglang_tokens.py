@@ -141,9 +141,13 @@ def as_they_come(run, fleet, todo, reserve, ask):
             servers = plain and fleet.vanilla.get(plain), fleet.instances.get(ours)
             if not lost and not all(server.ready_after is not None if server else not name for server, name in zip(servers, (plain, ours), strict=True)):
                 continue
-            del todo[what]
             if lost:
                 run.failures.append(f"{what}: {lost[0].splitlines()[0]}")
+                if plain == ours and fleet.without_prefill_graphs(ours):
+                    print(f"    {what}: once more, without prefill graphs", flush=True)
+                    continue
+            del todo[what]
+            if lost:
                 continue
             run.need(reserve + 5, what)
             try:

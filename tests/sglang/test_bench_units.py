@@ -227,10 +227,12 @@ class Small(unittest.TestCase):
     def fleet(self, **ends):
         """Every server serves at once; those named in `ends` end instead."""
         fleet = sglang_servers.Fleet.__new__(sglang_servers.Fleet)
-        fleet.roles, fleet.lost, fleet.later, fleet.ended = {}, {}, set(), []
+        fleet.roles, fleet.lost, fleet.dead, fleet.later, fleet.ended, fleet.plain = {}, {}, {}, set(), [], "vanilla"
 
         def made(side, name):
-            one = types.SimpleNamespace(model=types.SimpleNamespace(name=name, mode="graphs"), side=side, ready_after=None)
+            one = types.SimpleNamespace(model=types.SimpleNamespace(name=name, mode="graphs", more=[]), side=side, ready_after=None)
+            one.set_log_aside = lambda: None
+            one.captured = lambda: dict.fromkeys(ends.get("captured", ()), 1.0)
             one.name, one.end = lambda: f"{side} {name}", lambda: fleet.ended.append(one.name())
 
             def healthy():
@@ -257,6 +259,20 @@ class Small(unittest.TestCase):
         self.assertEqual(asked, [("tales-qwen3-moe", "graphs")])
         self.assertEqual(fleet.ended, ["vanilla seeded-deepseek-v2-graphs", "vanilla tales-qwen3-moe-graphs"])
         self.assertEqual(run.failures, ["sglang.tokens.seeded-deepseek-v2.graphs.1x1: vanilla seeded-deepseek-v2-graphs ended with -9"])
+
+    def test_prefill_graphs_are_left_out_where_their_capture_ends_a_server(self):
+        name = "seeded-deepseek-v2-graphs"
+        fleet, started = self.fleet(vanilla=[name], captured=["cuda"]), []
+        fleet.launch_plain = fleet.launch_instances = started.append
+        fleet.poll()
+        model = fleet.dead[f"vanilla {name}"].model
+        self.assertTrue(fleet.without_prefill_graphs(name))
+        self.assertEqual((started, model.more, fleet.lost), ([{name}] * 2, [sglang_servers.NO_PREFILL_GRAPHS], {}))
+        self.assertEqual(fleet.ended, [f"vanilla {name}", f"crosspool {name}"])
+        self.assertFalse(fleet.without_prefill_graphs(name))
+        fleet = self.fleet(vanilla=[name])  # it ended before
+        fleet.poll()
+        self.assertFalse(fleet.without_prefill_graphs(name))
 
     def kills(self, rows):
         run = types.SimpleNamespace(book=sglang_gpu.Book.__new__(sglang_gpu.Book), arguments=types.SimpleNamespace(kills=10))
