@@ -7,12 +7,14 @@
 #include "ffn/cuda/decode_shape.h"
 
 CUDA_IMAGE_DECLARE(candidates_decode_dense6);
+CUDA_IMAGE_DECLARE(candidates_decode_short);
 
 static const struct {
     const char *name, *kernel;
     const cuda_image_t *image;
 } table[] = {
     {"dense6", "ffn_decode_dense6", &cuda_image_candidates_decode_dense6},
+    {"short", "ffn_decode_short", &cuda_image_candidates_decode_short},
 };
 enum { TABLE_COUNT = sizeof(table) / sizeof(table[0]) };
 

@@ -96,6 +96,16 @@ static __device__ __forceinline__ void pairs_begin(const decode_state_t &sh, dec
     pairs_locate(sh, c);
 }
 
+// Goes on to the next slot, which may be another section's.
+static __device__ __forceinline__ void pairs_settle(const decode_state_t &sh, decode_cursor_t *c)
+{
+    c->unit += DECODE_BYTES;
+    if (c->unit >= c->bytes) {
+        c->section += DECODE_WARPS;
+        pairs_locate(sh, c);
+    }
+}
+
 // Starts the copy of the next slot, as one group also where there is none.
 static __device__ __forceinline__ void pairs_copy(decode_shared_t &shared, decode_cursor_t *c,
                                                   uint64_t policy)
@@ -114,11 +124,7 @@ static __device__ __forceinline__ void pairs_copy(decode_shared_t &shared, decod
         for (uint32_t i = 0; i < DECODE_COPIES; i++)
             if ((int)live > (int)(i * DECODE_ROWS))
                 ptx_copy_sixteen(to + i * 512, from + (uint64_t)i * stride, present ? 16 : 0, policy);
-        c->unit += DECODE_BYTES;
-        if (c->unit >= c->bytes) {
-            c->section += DECODE_WARPS;
-            pairs_locate(shared.state, c);
-        }
+        pairs_settle(shared.state, c);
     }
     ptx_copies_commit();
     c->slot = c->slot + 1 == DECODE_DEPTH ? 0 : c->slot + 1;

@@ -14,6 +14,9 @@
 #ifndef DECODE_DENSE_TILES
 #define DECODE_DENSE_TILES DECODE_TILES // a pass of a dense layer
 #endif
+#ifndef DECODE_ONE_COPY
+#define DECODE_ONE_COPY 0 // whether copies of gate and of down of experts share their instructions
+#endif
 
 #define DECODE_SLOT_BYTES (16 * DECODE_BYTES)
 #define DECODE_STEPS      (DECODE_BYTES / 64)

@@ -76,20 +76,65 @@ static __device__ __forceinline__ void cursor_settle(decode_shared_t &shared,
     }
 }
 
-// Starts the copy of the next slot, as one group also where there is none.
+#if DECODE_ONE_COPY
+// slot_copy() of a layer of experts.
+static __device__ __forceinline__ void experts_copy(decode_shared_t &shared,
+                                                    const decode_phase_t &gate,
+                                                    const decode_phase_t &down, decode_cursor_t *c,
+                                                    uint64_t policy)
+{
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t row0 = lane / DECODE_PIECES, piece = lane % DECODE_PIECES;
+    if (!c->ended) {
+        const bool is_down = c->down;
+        const uint32_t start = is_down ? c->unit : c->unit * c->size;
+        const uint32_t present = start + piece * 16 < c->bytes ? 16 : 0; // past the end: zeros
+        const uint32_t pitch = is_down ? c->size : c->bytes;
+        const char *low, *high;
+        uint32_t v = row0, v_high = row0 + 8, count = c->live;
+        if (is_down) {
+            low = c->from + (present ? start : 0);
+            high = low + 8 * (uint64_t)pitch;
+        } else {
+            const uint64_t skip = (uint64_t)row0 * pitch + (present ? start + piece * 16 : 0);
+            low = (const char *)shared.rows_at[warp][c->tile][0] + skip;
+            high = (const char *)shared.rows_at[warp][c->tile][1] + skip;
+            v += gate.base + (c->first + c->tile) * 8 - gate.first;
+            v_high = v;
+            count = piece * 16 < c->size ? gate.count : 0;
+        }
+        // Rows that this block does not own are left as they are: nobody looks at their sums.
+        const uint32_t to = ptx_shared(shared.ring[warp][c->slot]) + row0 * DECODE_BYTES +
+                            (piece ^ row0 * 4) * 16;
+#pragma unroll
+        for (uint32_t i = 0; i < DECODE_COPIES; i++) {
+            const bool upper = i >= DECODE_COPIES / 2;
+            const uint32_t n = (upper ? i - DECODE_COPIES / 2 : i) * DECODE_ROWS;
+            if ((upper ? v_high : v) + n < count)
+                ptx_copy_sixteen(to + i * 512, (upper ? high : low) + (uint64_t)n * pitch, present,
+                                 policy);
+        }
+        if (is_down) {
+            pairs_settle(shared.state, c);
+        } else if (++c->tile == c->live) {
+            c->tile = 0;
+            c->unit += DECODE_WARPS;
+            cursor_settle<true>(shared, gate, down, c);
+        }
+    }
+    ptx_copies_commit();
+    c->slot = c->slot + 1 == DECODE_DEPTH ? 0 : c->slot + 1;
+}
+#endif
+
+// slot_copy() of what phase_run() multiplies.
 template <bool EXPERTS>
-static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
-                                                 const decode_phase_t &gate,
+static __device__ __forceinline__ void tile_copy(decode_shared_t &shared, const decode_phase_t &gate,
                                                  const decode_phase_t &down, decode_cursor_t *c,
                                                  uint64_t policy)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row0 = lane / DECODE_PIECES, piece = lane % DECODE_PIECES;
-    if constexpr (EXPERTS)
-        if (c->down) {
-            pairs_copy(shared, c, policy);
-            return;
-        }
     if (EXPERTS || !c->ended) {
         const bool is_down = !EXPERTS && c->down;
         const uint32_t along = c->unit * c->size + piece * 16;
@@ -123,6 +168,25 @@ static __device__ __forceinline__ void slot_copy(decode_shared_t &shared,
     }
     ptx_copies_commit();
     c->slot = c->slot + 1 == DECODE_DEPTH ? 0 : c->slot + 1;
+}
+
+// Starts the copy of the next slot, as one group also where there is none.
+template <bool EXPERTS>
+static __device__ __forceinline__ void slot_copy(decode_shared_t &shared, const decode_phase_t &gate,
+                                                 const decode_phase_t &down, decode_cursor_t *c,
+                                                 uint64_t policy)
+{
+#if DECODE_ONE_COPY
+    if constexpr (EXPERTS)
+        experts_copy(shared, gate, down, c, policy);
+    else
+        tile_copy<false>(shared, gate, down, c, policy);
+#else
+    if (EXPERTS && c->down)
+        pairs_copy(shared, c, policy);
+    else
+        tile_copy<EXPERTS>(shared, gate, down, c, policy);
+#endif
 }
 
 // From the first slot of the layer on; the ring is empty.
