@@ -228,6 +228,15 @@ class Policies(unittest.TestCase):
         self.assertEqual(fleet.said[2:4], [("set", "a", "--floor", "16", "--ceiling", "640"), ("set", "b", "--floor", "16", "--ceiling", "640")])
         self.assertEqual(fleet.said[4:], [("trim", "--all"), ("policy", "arrival")])
 
+    def test_back_to_floors_above_an_equal_share(self):
+        fleet = self.fleet()
+        kv_gpu.set_policy(fleet, "static")
+        fleet.said.clear()
+        fleet.first = {"a": (160, 640), "b": (16, 640)}
+        with mock.patch.object(kv_gpu, "settle"):  # this fleet has no memory that moves
+            kv_gpu.set_policy(fleet, "arrival")
+        self.assertEqual(fleet.said[:3], [("set", "a", "--floor", "80"), ("set", "b", "--floor", "16"), ("set", "a", "--floor", "160", "--ceiling", "640")])
+
 
 class Rows(unittest.TestCase):
     ONE = {"by": {"m": {"asked": 9, "good": 6}}, "asked": 9, "good": 6, "late": 1, "refused": 1, "cut": 1, "unfinished": 0, "seconds": 3, "goodput": 2.0,
