@@ -97,14 +97,15 @@ class Judged(unittest.TestCase):
             (3, answer(times=[0.5, 0.7, 0.9])),  # between tokens
             (3, answer(times=[0.5, 0.55])),  # cut short
             (3, answer(status=400)),
+            (3, answer()),  # refused within a stream
             (3, answer(status=200, times=[0.5], finished=False)),
             (3, answer(status=None, finished=False)),
         )
         self.assertEqual({key: found[key] for key in ("asked", "good", "late", "refused", "cut", "unfinished")},
-                         {"asked": 7, "good": 1, "late": 2, "refused": 1, "cut": 1, "unfinished": 2})
+                         {"asked": 8, "good": 1, "late": 2, "refused": 2, "cut": 1, "unfinished": 2})
         self.assertAlmostEqual(found["goodput"], 0.1)
-        self.assertAlmostEqual(found["offered"], 0.7)
-        self.assertIn("1 good, 2 late, 1 refused", kv_load.counts(found))
+        self.assertAlmostEqual(found["offered"], 0.8)
+        self.assertIn("1 good, 2 late, 2 refused", kv_load.counts(found))
 
     def test_nothing_served(self):
         found = self.of((3, answer(status=400)))
