@@ -247,8 +247,9 @@ def set_policy(fleet, policy):
     if fleet.policy == policy:
         return
     if fleet.policy == "static":
+        shares = kv_load.shares(fleet.books())
         for name, (floor, _) in fleet.first.items():
-            fleet.kv("set", name, "--floor", str(floor))
+            fleet.kv("set", name, "--floor", str(min(floor, shares[name])))
         for name, (floor, ceiling) in fleet.first.items():
             fleet.kv("set", name, "--floor", str(floor), "--ceiling", str(ceiling))
     trim(fleet)

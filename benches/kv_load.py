@@ -123,14 +123,14 @@ def quantile(values, part):
 def judge(requests, answers, targets, seconds):
     """What came of a load: counts for each model and in all, times of what was served whole, goodput.
     `targets`: {name: (TTFT, TBT) in ms}. Goodput counts answers that are whole and whose first token and mean time
-    between tokens kept the targets. `refused`: a status other than 200; `cut`: ended with fewer tokens than
-    asked for; `unfinished`: neither ended nor refused when the client left."""
+    between tokens kept the targets. `refused`: a status other than 200, or an end without a token, as a stream tells
+    it; `cut`: ended with fewer tokens than asked for; `unfinished`: neither ended nor refused when the client left."""
     by, ttft, gaps = {}, [], []
     for name, sent in requests.items():
         count = dict.fromkeys(("asked", "good", "late", "refused", "cut", "unfinished"), 0)
         for (_, body), answer in zip(sent, answers[name], strict=True):
             count["asked"] += 1
-            if answer.status is not None and answer.status != 200:
+            if answer.status is not None and (answer.status != 200 or (answer.finished and not answer.ids)):
                 count["refused"] += 1
             elif not answer.finished:
                 count["unfinished"] += 1

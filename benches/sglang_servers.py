@@ -487,6 +487,8 @@ class Fleet:
         lines += ["[ffn]", f"devices = {json.dumps(self.ffn)}", "[scheduler]", f"kv_policy = '{self.kv_policy}'"]
         lines += ["[deadlines]", f"registration = {self.host.start_s}", f"startup = {self.host.start_s}"]
         lines += ["drain = 5", "stop = 10"] + ([f"reform = {self.reform}"] if self.reform is not None else [])
+        if self.host.kind == "cuda":
+            lines += ["kv = 60"]  # kernels that are compiled at first use hold a step up for seconds
         if shared:
             lines += ["[devices]", "allow_shared_roles = true"]
         if self.observe:

@@ -97,14 +97,15 @@ class Judged(unittest.TestCase):
             (3, answer(times=[0.5, 0.7, 0.9])),  # between tokens
             (3, answer(times=[0.5, 0.55])),  # cut short
             (3, answer(status=400)),
+            (3, answer()),  # refused within a stream
             (3, answer(status=200, times=[0.5], finished=False)),
             (3, answer(status=None, finished=False)),
         )
         self.assertEqual({key: found[key] for key in ("asked", "good", "late", "refused", "cut", "unfinished")},
-                         {"asked": 7, "good": 1, "late": 2, "refused": 1, "cut": 1, "unfinished": 2})
+                         {"asked": 8, "good": 1, "late": 2, "refused": 2, "cut": 1, "unfinished": 2})
         self.assertAlmostEqual(found["goodput"], 0.1)
-        self.assertAlmostEqual(found["offered"], 0.7)
-        self.assertIn("1 good, 2 late, 1 refused", kv_load.counts(found))
+        self.assertAlmostEqual(found["offered"], 0.8)
+        self.assertIn("1 good, 2 late, 2 refused", kv_load.counts(found))
 
     def test_nothing_served(self):
         found = self.of((3, answer(status=400)))
@@ -227,6 +228,15 @@ class Policies(unittest.TestCase):
         self.assertEqual(fleet.said[:2], [("set", "a", "--floor", "16"), ("set", "b", "--floor", "16")])
         self.assertEqual(fleet.said[2:4], [("set", "a", "--floor", "16", "--ceiling", "640"), ("set", "b", "--floor", "16", "--ceiling", "640")])
         self.assertEqual(fleet.said[4:], [("trim", "--all"), ("policy", "arrival")])
+
+    def test_back_to_floors_above_an_equal_share(self):
+        fleet = self.fleet()
+        kv_gpu.set_policy(fleet, "static")
+        fleet.said.clear()
+        fleet.first = {"a": (160, 640), "b": (16, 640)}
+        with mock.patch.object(kv_gpu, "settle"):  # this fleet has no memory that moves
+            kv_gpu.set_policy(fleet, "arrival")
+        self.assertEqual(fleet.said[:3], [("set", "a", "--floor", "80"), ("set", "b", "--floor", "16"), ("set", "a", "--floor", "160", "--ceiling", "640")])
 
 
 class Rows(unittest.TestCase):
