@@ -6,7 +6,6 @@
  *   REDUCE  the members' FP32 partials, added in PE order and cast once, to consumers
  *   ECHO    stands for an execution: member m of a group gives input * (m + 1), member 0 adds the
  *           layer; a single member casts that. For tests and benchmarks without weights.
- *   MARKED  the echo of a single member from and to marked words (stage/marked.h)
  *
  * A job is done in chunks of elements, so that a long one never keeps a short one waiting; any
  * number of threads share a chunk. Elements are numbered over all rows of the Invocation.
@@ -30,8 +29,7 @@ typedef enum stage_job_kind {
     STAGE_JOB_NONE = 0,
     STAGE_JOB_COPY,
     STAGE_JOB_REDUCE,
-    STAGE_JOB_ECHO,
-    STAGE_JOB_MARKED
+    STAGE_JOB_ECHO
 } stage_job_kind_t;
 
 typedef struct stage_job_to {
@@ -46,8 +44,7 @@ typedef struct stage_job {
     uint32_t narrow;  /* elements are not in eights, or addresses not aligned */
     uint32_t member;  /* ECHO */
     uint32_t members; /* REDUCE */
-    uint32_t layer;   /* ECHO, MARKED */
-    uint32_t mark;    /* MARKED */
+    uint32_t layer;   /* ECHO */
     uint32_t consumers;
     const void *from;  /* COPY, ECHO: rows; REDUCE: the first member's partial */
     uint64_t stride;   /* REDUCE: elements from one member's partial to the next */
