@@ -53,28 +53,12 @@ typedef struct stage_job {
     stage_job_to_t to[STAGE_JOB_CONSUMERS];
 } stage_job_t;
 
-typedef struct
-#ifdef __CUDACC__
-    __align__(16)
-#else
-    __attribute__((aligned(16)))
-#endif
-        stage_eight
-{
+typedef struct PROTOCOL_ALIGNED_16 stage_eight {
     uint16_t value[8];
-}
-stage_eight_t;
-typedef struct
-#ifdef __CUDACC__
-    __align__(16)
-#else
-    __attribute__((aligned(16)))
-#endif
-        stage_four
-{
+} stage_eight_t;
+typedef struct PROTOCOL_ALIGNED_16 stage_four {
     float value[4];
-}
-stage_four_t;
+} stage_four_t;
 
 /* Values of 16-bit elements; to nearest, ties to even. */
 PROTOCOL_FUNCTION float stage_value(uint16_t bits, uint32_t dtype)
@@ -224,17 +208,9 @@ PROTOCOL_FUNCTION void stage_job_eight_wide(const stage_job_t *job, const stage_
 #define STAGE_UNROLL
 #endif
 
-typedef struct
-#ifdef __CUDACC__
-    __align__(16)
-#else
-    __attribute__((aligned(16)))
-#endif
-        stage_pairs
-{
+typedef struct PROTOCOL_ALIGNED_16 stage_pairs {
     uint32_t pair[4]; /* two elements each, the first in the low half */
-}
-stage_pairs_t;
+} stage_pairs_t;
 
 PROTOCOL_FUNCTION uint32_t stage_job_echo_pair(const stage_job_form_t *form, uint32_t pair)
 {
