@@ -30,7 +30,6 @@ import re
 import statistics
 import subprocess
 import sys
-import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "e2e"))
@@ -150,16 +149,16 @@ def system(policy, memory, targets):
     return running.start(120)
 
 
-class Sampler:
+class Sampler(harness.Repeated):
     """What the Instances' KV Caches hold, read from /proc every 100 ms: rows of (seconds, {model: bytes
     resident}). Processes are not read at one moment, and bytes pass from one to another meanwhile; so where
     a sum passes the pool, the least of some readings in a row is what counts."""
 
     def __init__(self, running, pool):
+        super().__init__(PERIOD)
         roles = running.roles()
         self.pids = {m: roles[f"serve {m}"] for m in SOURCES}
-        self.pool, self.rows, self.stop = pool, [], threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.pool, self.rows, self.began = pool, [], time.monotonic()
 
     @staticmethod
     def resident(pid):
@@ -174,24 +173,14 @@ class Sampler:
     def look(self):
         return {m: self.resident(pid) for m, pid in self.pids.items()}
 
-    def run(self):
-        began = time.monotonic()
-        while not self.stop.wait(PERIOD):
-            at, row = time.monotonic() - began, self.look()
-            for _ in range(4):
-                if sum(row.values()) <= self.pool:
-                    break
-                again = self.look()
-                row = {m: min(row[m], again[m]) for m in row}
-            self.rows.append((at, row))
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.stop.set()
-        self.thread.join(120)
+    def once(self):
+        at, row = time.monotonic() - self.began, self.look()
+        for _ in range(4):
+            if sum(row.values()) <= self.pool:
+                break
+            again = self.look()
+            row = {m: min(row[m], again[m]) for m in row}
+        self.rows.append((at, row))
 
     def peak(self):
         return max(sum(row.values()) for _, row in self.rows)

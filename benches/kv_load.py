@@ -9,7 +9,6 @@ import pathlib
 import random
 import re
 import subprocess
-import threading
 import time
 
 import open_client
@@ -201,37 +200,27 @@ def held(pid):
     return total
 
 
-class Watch:
+class Watch(harness.Repeated):
     """Reads bytes every 100 ms; `look()` gives {name: bytes}. Where the sum is above `bound`, what counts is the
     least of some readings of each name."""
 
     def __init__(self, look, bound=None, period=PERIOD_S):
-        self.look, self.bound, self.period = look, bound, period
-        self.rows, self.errors, self.end = [], [], threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        super().__init__(period)
+        self.look, self.bound, self.rows, self.errors = look, bound, [], []
+        self.began = time.monotonic()
 
-    def run(self):
-        began = time.monotonic()
-        while not self.end.wait(self.period):
-            try:
-                row = self.look()
-                for _ in range(LOOKS if self.bound is not None else 0):
-                    if sum(row.values()) <= self.bound:
-                        break
-                    again = self.look()
-                    row = {name: min(row[name], again.get(name, 0)) for name in row}
-            except OSError as error:
-                self.errors.append(str(error))
-                continue
-            self.rows.append((time.monotonic() - began, row))
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.end.set()
-        self.thread.join(60)
+    def once(self):
+        try:
+            row = self.look()
+            for _ in range(LOOKS if self.bound is not None else 0):
+                if sum(row.values()) <= self.bound:
+                    break
+                again = self.look()
+                row = {name: min(row[name], again.get(name, 0)) for name in row}
+        except OSError as error:
+            self.errors.append(str(error))
+            return
+        self.rows.append((time.monotonic() - self.began, row))
 
     def peak(self):
         return max((sum(row.values()) for _, row in self.rows), default=0)

@@ -9,7 +9,6 @@
 #include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -186,7 +185,7 @@ static xp_status_t check_python(const config_model_t *model, const char *python)
         "if not m.entry_points(group='sglang.srt.plugins', name='xpool'): sys.exit(4)\n";
     char *const words[] = {(char *)python, "-c", (char *)script, NULL};
     pid_t pid;
-    int error = posix_spawnp(&pid, python, NULL, NULL, words, environ);
+    int error = xp_child_spawn(python, NULL, false, words, environ, &pid);
     if (error)
         return xp_fail(XP_NOT_FOUND,
                        "models[%s].python: cannot start %s: %s; scripts/test-venv makes an "

@@ -367,9 +367,11 @@ static void child_ended(up_t *up, up_child_t *child, int wait_status)
         begin_force(up, UP_GRACE_NS);
         return;
     }
-    /* On GPUs an Instance ends in order with its Generation. One that was stopped stays so. */
     bool in_order = child->role == xpw_Role_ROLE_INSTANCE && (clean || own_end);
-    if (in_order && up->changed_ns && !up->stopping && !up->failed && daemon_goes_on(up) &&
+    /* On GPUs an Instance ends in order with its Generation. One that was stopped stays so: the
+     * daemon knows of ours, and SGLang's exit code tells (python/xpool/sglang/stop.py). */
+    bool may_replace = in_order && !(child->engine && clean);
+    if (may_replace && up->changed_ns && !up->stopping && !up->failed && daemon_goes_on(up) &&
         ended_with_generation(up, child) && replaces(up, child))
         return;
     /* An exit code of 0 is no fault, but for a model that the start still waits for. */

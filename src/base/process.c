@@ -4,13 +4,32 @@
 
 #include <errno.h>
 #include <signal.h>
-#include <stdbool.h>
 #include <sys/wait.h>
 #include <time.h>
 
 #include "base/clock.h"
 
 #define REAP_NAP_NS (2 * XP_NS_PER_MS)
+
+int xp_child_spawn(const char *program, const posix_spawn_file_actions_t *actions, bool session,
+                   char *const arguments[], char *const environment[], pid_t *pid_out)
+{
+    posix_spawnattr_t attributes;
+    sigset_t none, normal;
+    int error = posix_spawnattr_init(&attributes);
+    if (error)
+        return error;
+    sigemptyset(&none);
+    sigemptyset(&normal);
+    sigaddset(&normal, SIGPIPE);
+    posix_spawnattr_setsigmask(&attributes, &none);
+    posix_spawnattr_setsigdefault(&attributes, &normal);
+    posix_spawnattr_setflags(&attributes, (short)(POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF |
+                                                  (session ? POSIX_SPAWN_SETSID : 0)));
+    error = posix_spawnp(pid_out, program, actions, &attributes, arguments, environment);
+    posix_spawnattr_destroy(&attributes);
+    return error;
+}
 
 xp_status_t xp_child_reap(pid_t pid, uint64_t deadline_ns, int *wait_status_out)
 {

@@ -1,12 +1,21 @@
 /* SPDX-License-Identifier: MIT */
-/* The end of a child process, never waited for without a limit. */
+/* Programs as children: started without this process's signals, and never waited for without a
+ * limit. */
 #ifndef XPOOL_BASE_PROCESS_H
 #define XPOOL_BASE_PROCESS_H
 
+#include <spawn.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
 
 #include "base/status.h"
+
+/* posix_spawnp() of a program for which no signal is blocked, whatever this thread blocks, and
+ * which SIGPIPE ends. actions: NULL for none; session: it leads one of its own. Returns an errno, 0
+ * for none. */
+int xp_child_spawn(const char *program, const posix_spawn_file_actions_t *actions, bool session,
+                   char *const arguments[], char *const environment[], pid_t *pid_out);
 
 /* Waits until the child ends. XP_OK: it did by itself, and *wait_status_out is waitpid()'s.
  * XP_TIMEOUT: it had not by deadline_ns and was killed; one that the system does not let end within

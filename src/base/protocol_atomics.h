@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The only atomic operations that protocol headers use, for C and for CUDA.
+ * The only atomic operations that protocol headers use, for C and for CUDA, and the words with
+ * which these languages say the same otherwise.
  *
  * Shared structs hold plain integers, so that their layout is the same in both languages; the
  * operation carries the order. In C they are the compiler's C11 operations, which ThreadSanitizer
@@ -13,6 +14,8 @@
 #ifdef __CUDACC__
 #include <cuda/atomic>
 #define PROTOCOL_FUNCTION static inline __host__ __device__
+/* Between `struct` and its name: moved 16 bytes at once. */
+#define PROTOCOL_ALIGNED_16 __align__(16)
 template <typename T> using protocol_ref = cuda::atomic_ref<T, cuda::thread_scope_system>;
 template <typename T> PROTOCOL_FUNCTION protocol_ref<T> protocol_make_ref(const T *word)
 {
@@ -41,6 +44,7 @@ template <typename T> PROTOCOL_FUNCTION protocol_ref<T> protocol_make_ref(const 
         *(expected), (value), cuda::memory_order_acq_rel, cuda::memory_order_acquire)
 #else
 #define PROTOCOL_FUNCTION                   static inline
+#define PROTOCOL_ALIGNED_16                 __attribute__((aligned(16)))
 #define PROTOCOL_LOAD_ACQUIRE(word)         __atomic_load_n((word), __ATOMIC_ACQUIRE)
 #define PROTOCOL_LOAD_RELAXED(word)         __atomic_load_n((word), __ATOMIC_RELAXED)
 #define PROTOCOL_LOAD_TOTAL(word)           __atomic_load_n((word), __ATOMIC_SEQ_CST)

@@ -482,6 +482,14 @@ void daemon_instances_drop_late(daemon_t *daemon)
 /* ---- registration -----------------------------------------------------------------------------
  */
 
+/* It has its place already: that is free again, and the others of its Instance end. */
+static void turn_away(daemon_instance_t *instance, daemon_participant_t *participant,
+                      const char *why)
+{
+    daemon_instance_rank_gone(instance, participant->rank, why);
+    daemon_participant_refuse(participant, "%s", why);
+}
+
 static void admit(daemon_instance_t *instance, uint32_t index)
 {
     daemon_t *daemon = instance->daemon;
@@ -501,10 +509,14 @@ static void admit(daemon_instance_t *instance, uint32_t index)
     admitted->submission_timeout_ns = daemon->planned->plan.submission_timeout_ns;
     if (!daemon->plane)
         admitted->pause_ns = (uint64_t)(daemon->config->deadlines.reform * (double)XP_NS_PER_S);
+    int kv_fds[KV_DESCRIPTORS];
+    if (daemon_kv_admit(daemon, instance->index, index, rank->participant->pid, admitted, kv_fds) !=
+        XP_OK) {
+        turn_away(instance, rank->participant, xp_error_last()->text);
+        return;
+    }
     rank->state = RANK_ADMITTED;
     daemon_plane_greet(rank->participant);
-    int kv_fds[KV_DESCRIPTORS];
-    daemon_kv_admit(daemon, instance->index, index, rank->participant->pid, admitted, kv_fds);
     /* An engine that makes its KV Cache itself gets no channel. */
     bool channel = planner_kv_ranges(daemon->config, daemon->planned);
     wire_channel_send(rank->participant->channel, &envelope, kv_fds, channel ? KV_DESCRIPTORS : 0);
@@ -687,8 +699,7 @@ static void on_workload(daemon_instance_t *instance, daemon_participant_t *parti
         return;
     }
     snprintf(who, sizeof(who), "instance %.96s", participant->name);
-    daemon_instance_rank_gone(instance, participant->rank, why);
-    daemon_participant_refuse(participant, "%s", why);
+    turn_away(instance, participant, why);
     if (getenv("XPOOL_UNDER_UP") && !daemon->ready_ns)
         daemon_fail(daemon, who, why);
 }

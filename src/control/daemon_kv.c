@@ -91,7 +91,7 @@ static void on_process_end(evutil_socket_t fd, short events, void *context)
 static bool has_ended(const daemon_kv_process_t *process)
 {
     struct pollfd state = {.fd = process->pidfd, .events = POLLIN};
-    return process->pidfd < 0 || poll(&state, 1, 0) == 1;
+    return poll(&state, 1, 0) == 1;
 }
 
 bool daemon_kv_vacant(daemon_t *daemon, uint32_t model)
@@ -111,22 +111,34 @@ bool daemon_kv_vacant(daemon_t *daemon, uint32_t model)
     return vacant;
 }
 
-void daemon_kv_admit(daemon_t *daemon, uint32_t model, uint32_t rank, pid_t pid,
-                     xpw_Admitted *admitted_out, int fds_out[KV_DESCRIPTORS])
+static xp_status_t hold_process(daemon_kv_process_t *process, pid_t pid)
+{
+    forget_process(process);
+    process->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+    if (process->pidfd < 0)
+        return xp_fail_errno(XP_IO,
+                             "process %d has no pidfd, so nobody would know when its KV memory is "
+                             "free again",
+                             (int)pid);
+    process->on_end =
+        event_new(process->kv->daemon->base, process->pidfd, EV_READ, on_process_end, process);
+    if (!process->on_end || event_add(process->on_end, NULL) != 0) {
+        forget_process(process);
+        return xp_fail(XP_NO_MEMORY, "no memory to watch process %d", (int)pid);
+    }
+    process->held = true;
+    return XP_OK;
+}
+
+xp_status_t daemon_kv_admit(daemon_t *daemon, uint32_t model, uint32_t rank, pid_t pid,
+                            xpw_Admitted *admitted_out, int fds_out[KV_DESCRIPTORS])
 {
     daemon_kv_t *kv = daemon->kv;
     uint32_t partition = planner_kv_partition(daemon->planned, model, rank);
     uint32_t group = group_of(kv, partition);
-    daemon_kv_process_t *process = &kv->processes[partition];
+    XP_TRY(hold_process(&kv->processes[partition], pid));
     if (kv->market.groups[group].state == KV_MARKET_ABSENT)
         kv_market_start(&kv->market, group, 0);
-    forget_process(process);
-    process->held = true;
-    process->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
-    if (process->pidfd >= 0)
-        process->on_end = event_new(daemon->base, process->pidfd, EV_READ, on_process_end, process);
-    if (process->on_end)
-        event_add(process->on_end, NULL);
     kv_bell_clear(kv->bells[partition]);
     admitted_out->kv_partition = partition;
     fds_out[0] = kv->channel_fd;
@@ -134,6 +146,7 @@ void daemon_kv_admit(daemon_t *daemon, uint32_t model, uint32_t rank, pid_t pid,
     fds_out[2] = kv->bells[partition];
     xp_failpoint("kv.daemon.admitted");
     work(kv);
+    return XP_OK;
 }
 
 void daemon_kv_leave(daemon_t *daemon, uint32_t model, uint32_t rank, bool gone)

@@ -19,9 +19,9 @@ void daemon_kv_stop(daemon_t *daemon); /* accepts a daemon that was not started 
 /* False while a process of the former Instance still holds its memory. */
 bool daemon_kv_vacant(daemon_t *daemon, uint32_t model);
 /* Starts the rank's group when it is the first; fills what travels with Admitted. The descriptors
- * stay the market's. */
-void daemon_kv_admit(daemon_t *daemon, uint32_t model, uint32_t rank, pid_t pid,
-                     xpw_Admitted *admitted_out, int fds_out[KV_DESCRIPTORS]);
+ * stay the market's. Not XP_OK: the end of the process cannot be watched; nothing has been done. */
+xp_status_t daemon_kv_admit(daemon_t *daemon, uint32_t model, uint32_t rank, pid_t pid,
+                            xpw_Admitted *admitted_out, int fds_out[KV_DESCRIPTORS]);
 /* The rank is told to end (`gone` false) or its connection has closed: it takes no part any more.
  * Its bytes return when its process has ended, or has closed its partition of the channel. */
 void daemon_kv_leave(daemon_t *daemon, uint32_t model, uint32_t rank, bool gone);

@@ -14,7 +14,7 @@ typedef struct daemon_kv_process {
     daemon_kv_t *kv;
     uint32_t partition;
     bool held; /* it may hold memory */
-    int pidfd; /* -1 where the kernel has none */
+    int pidfd; /* -1: not held */
     struct event *on_end;
 } daemon_kv_process_t;
 

@@ -359,12 +359,22 @@ static void metric_head(struct evbuffer *out, const char *name, const char *kind
     evbuffer_add_printf(out, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind);
 }
 
+/* A counter of 8 bytes in a struct. */
+typedef struct field_metric {
+    const char *name, *kind, *help;
+    size_t offset;
+} field_metric_t;
+
+static unsigned long long field_value(const field_metric_t *metric, const void *from)
+{
+    uint64_t value;
+    memcpy(&value, (const char *)from + metric->offset, sizeof(value));
+    return value;
+}
+
 static void expert_metrics(const daemon_t *daemon, struct evbuffer *out)
 {
-    static const struct {
-        const char *name, *kind, *help;
-        size_t offset;
-    } metrics[] = {
+    static const field_metric_t metrics[] = {
         {"xpool_ffn_expert_executions_total", "counter", "Executions of layers of experts",
          offsetof(xpw_ExpertUsage, executions)},
         {"xpool_ffn_expert_rows_total", "counter", "Rows routed, over these executions",
@@ -386,13 +396,10 @@ static void expert_metrics(const daemon_t *daemon, struct evbuffer *out)
         for (uint32_t f = 0; f < daemon->config->ffn_count; f++)
             for (uint32_t w = 0; daemon->ffn[f] && w < FABRIC_MAX_INSTANCES; w++) {
                 const xpw_ExpertUsage *one = &daemon->ffn[f]->usage[w];
-                uint64_t value;
-                if (one->places == 0)
-                    continue;
-                memcpy(&value, (const char *)one + metrics[m].offset, sizeof(value));
-                evbuffer_add_printf(out, "%s{device=\"%s\",model=\"%s\"} %llu\n", metrics[m].name,
-                                    daemon->config->ffn[f].name, weights_name(daemon, w),
-                                    (unsigned long long)value);
+                if (one->places > 0)
+                    evbuffer_add_printf(out, "%s{device=\"%s\",model=\"%s\"} %llu\n",
+                                        metrics[m].name, daemon->config->ffn[f].name,
+                                        weights_name(daemon, w), field_value(&metrics[m], one));
             }
     }
 }
@@ -439,10 +446,7 @@ static void on_metrics(struct evhttp_request *request, void *context)
         }
     }
 
-    static const struct {
-        const char *name, *kind, *help;
-        size_t offset;
-    } pe_metrics[] = {
+    static const field_metric_t pe_metrics[] = {
         {"xpool_fabric_submissions_total", "counter", "Submissions or executed shards of a PE",
          offsetof(fabric_pe_counters_t, submissions)},
         {"xpool_fabric_invocations_total", "counter", "Invocations completed by a PE",
@@ -473,10 +477,9 @@ static void on_metrics(struct evhttp_request *request, void *context)
             const config_device_t *device =
                 ffn ? &daemon->config->ffn[pe - daemon->config->atn_count]
                     : &daemon->config->atn[pe];
-            uint64_t value;
-            memcpy(&value, (const char *)&counters + pe_metrics[m].offset, sizeof(value));
             evbuffer_add_printf(out, "%s{device=\"%s\",role=\"%s\"} %llu\n", pe_metrics[m].name,
-                                device->name, ffn ? "ffn" : "attention", (unsigned long long)value);
+                                device->name, ffn ? "ffn" : "attention",
+                                field_value(&pe_metrics[m], &counters));
         }
     }
 

@@ -7,7 +7,6 @@
 #include <fcntl.h>
 #include <jansson.h>
 #include <poll.h>
-#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -241,7 +240,7 @@ static xp_status_t ask(char *text)
     posix_spawn_file_actions_adddup2(&actions, ends[1], 1);
     char *const words[] = {"xpool", "devices", "--json", NULL};
     pid_t pid;
-    int error = posix_spawn(&pid, "/proc/self/exe", &actions, NULL, words, environ);
+    int error = xp_child_spawn("/proc/self/exe", &actions, false, words, environ, &pid);
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
     xp_status_t status;

@@ -11,7 +11,6 @@
 #include <ftw.h>
 #include <poll.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +22,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/process.h"
 #include "cuda/mps_private.h"
 
 #define MPS_NAP_NS     (10 * XP_NS_PER_MS)
@@ -326,18 +326,14 @@ static xp_status_t launch_controller(mps_t *mps)
     char path[PATH_MAX];
     XP_TRY(format_path(path, mps->log, "controller.log"));
     posix_spawn_file_actions_t actions;
-    posix_spawnattr_t attributes;
     posix_spawn_file_actions_init(&actions);
-    posix_spawnattr_init(&attributes);
-    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID);
     posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
     posix_spawn_file_actions_addopen(&actions, 1, path, O_WRONLY | O_CREAT | O_APPEND, 0600);
     posix_spawn_file_actions_adddup2(&actions, 1, 2);
     char *const arguments[] = {mps->program, "-f", NULL};
     pid_t pid;
-    int error = posix_spawn(&pid, mps->program, &actions, &attributes, arguments, mps->environment);
+    int error = xp_child_spawn(mps->program, &actions, true, arguments, mps->environment, &pid);
     posix_spawn_file_actions_destroy(&actions);
-    posix_spawnattr_destroy(&attributes);
     if (error) {
         errno = error;
         return xp_fail_errno(XP_IO, "cannot run %s", mps->program);

@@ -9,7 +9,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -294,7 +293,7 @@ xp_status_t mps_program_run(const char *path, const char *const *environment, co
     posix_spawn_file_actions_adddup2(&actions, input, 0);
     posix_spawn_file_actions_adddup2(&actions, output[1], 1);
     posix_spawn_file_actions_adddup2(&actions, output[1], 2);
-    int error = posix_spawn(&pid, path, &actions, NULL, arguments, (char *const *)environment);
+    int error = xp_child_spawn(path, &actions, false, arguments, (char *const *)environment, &pid);
     if (error) {
         errno = error;
         status = xp_fail_errno(XP_IO, "cannot run %s", path);

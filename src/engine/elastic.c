@@ -22,6 +22,9 @@
 #define SLACK_SHARE 8
 /* How long a stalled sequence waits for a daemon that does not answer. */
 #define PATIENCE_NS (2 * XP_NS_PER_S)
+/* Grants in a row that the machine had no memory for, after which a request that could go on with
+ * nothing else ends. The daemon tries once a second. */
+#define TRIES 5
 
 xp_status_t engine_elastic_prepare(engine_t *engine)
 {
@@ -117,6 +120,7 @@ static bool grow(engine_t *engine, uint32_t mapped, uint32_t goal)
         kv_rank_complete(elastic->rank, mapped);
         return true;
     }
+    elastic->failures_before = elastic->grow_failures;
     xp_failpoint("kv.rank.grown");
     engine_pages_set_limit(&engine->pages, pages_of(engine, to));
     if (to == goal) {
@@ -199,6 +203,34 @@ bool engine_elastic_apply(engine_t *engine)
     const uint32_t mapped = engine_kv_mapped_bundles(&engine->kv);
     return rank->goal > mapped ? grow(engine, mapped, rank->goal)
                                : shrink(engine, mapped, rank->goal);
+}
+
+/* Who has begun, is alone, and cannot go on. */
+static engine_sequence_t *who_is_stuck(const engine_scheduler_t *scheduler)
+{
+    if (scheduler->running_count == 1 && scheduler->running[0]->stalled)
+        return scheduler->running[0];
+    if (scheduler->running_count == 0 && scheduler->waiting_count > 0 &&
+        scheduler->waiting[0]->admitted_before)
+        return scheduler->waiting[0];
+    return NULL;
+}
+
+void engine_elastic_end_stuck(engine_t *engine)
+{
+    engine_elastic_t *elastic = &engine->elastic;
+    engine_sequence_t *sequence = elastic->rank ? who_is_stuck(&engine->scheduler) : NULL;
+    if (!sequence)
+        elastic->failures_before = elastic->grow_failures;
+    else if (elastic->grow_failures - elastic->failures_before >= TRIES) {
+        char text[sizeof((engine_event_t){0}.error)];
+        snprintf(text, sizeof text,
+                 "this request alone needs more KV Cache than there is memory for, after %u "
+                 "tokens and %d tries: %.120s",
+                 sequence->count, TRIES, elastic->grow_error);
+        elastic->failures_before = elastic->grow_failures;
+        engine_sequence_end(engine, sequence, ENGINE_FINISH_ERROR, text);
+    }
 }
 
 /* ---- reports --------------------------------------------------------------------------------- */

@@ -37,7 +37,7 @@ typedef struct engine_elastic {
     uint64_t last_activity_ns;
     uint64_t
         cache_since_ns; /* since when more is asked for the prefix cache's sake; 0: it is not */
-    uint64_t grow_failures;
+    uint64_t grow_failures, failures_before; /* when one was alone and stuck, or a grant came */
     char grow_error[160];
 } engine_elastic_t;
 
@@ -131,6 +131,8 @@ xp_status_t engine_elastic_start(engine_t *engine);
 /* Between steps: takes the newest command and carries out what there is to do, a bounded piece at a
  * time. True when it got something done. */
 bool engine_elastic_apply(engine_t *engine);
+/* After a step: ends a request that only memory which the machine does not have would help. */
+void engine_elastic_end_stuck(engine_t *engine);
 /* After a step, and before the thread sleeps: usage and demand. */
 void engine_elastic_report(engine_t *engine, uint64_t now_ns);
 /* Tokens one sequence can come to have; any thread. */

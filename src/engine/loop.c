@@ -185,6 +185,7 @@ bool engine_iterate(engine_t *engine)
     done = engine_elastic_apply(engine);
     if (is_live(engine))
         done |= step(engine, now_ns);
+    engine_elastic_end_stuck(engine);
     engine_elastic_report(engine, now_ns);
 
     pthread_mutex_lock(&engine->lock);

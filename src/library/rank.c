@@ -222,9 +222,9 @@ static void on_look(evutil_socket_t fd, short events, void *context)
 static void on_admitted(xpool_rank_t *rank, const xpw_Admitted *admitted, wire_descriptors_t *fds)
 {
     uint32_t dp_size = admitted->dp_size ? admitted->dp_size : 1;
-    if (rank->client || rank->kv_fds.count || admitted->hidden != rank->hidden ||
-        dp_size != rank->atn_dp) {
-        fail_rank(rank, "the daemon's Admitted does not match the workload that it accepted");
+    const bool again = rank->admitted || rank->client || rank->kv_fds.count;
+    if (again || admitted->hidden != rank->hidden || dp_size != rank->atn_dp) {
+        fail_rank(rank, again ? "a second Admitted" : "an Admitted of another workload");
         return;
     }
     if (rank->device) {

@@ -11,7 +11,6 @@
 #include "base/clock.h"
 #include "fabric/records.h"
 #include "stage/control.h"
-#include "stage/records.h"
 
 #define CLIENT_START_NS   (10 * XP_NS_PER_S)
 #define CLIENT_BLOCKS_MAX 128u
@@ -32,20 +31,9 @@ struct stage_client {
     transport_cuda_client_t *transport;
     transport_cuda_parts_t parts;
     cuda_block_t stages[STAGE_MAX_MEMBERS];
-    uint32_t marked_rows;
     uint32_t opened;  /* FfnAgents, bits */
     uint32_t answers; /* members that answer the last put with a partial; 0: complete rows */
 };
-
-/* Before anyone maps the arena: nothing in it may look like an answer. */
-static xp_status_t client_clear_marked(stage_client_t *client)
-{
-    XP_TRY(CUDA_CALL(client->device->driver, cuMemsetD8Async,
-                     client->parts.arena + transport_cuda_input_offset(&client->geometry), 0,
-                     stage_marked_bytes(&client->plan, client->marked_rows),
-                     client->control.stream));
-    return stage_control_wait(&client->control, xp_monotonic_ns() + CLIENT_START_NS);
-}
 
 xp_status_t stage_client_create(const stage_client_config_t *config, stage_client_t **client_out)
 {
@@ -75,10 +63,6 @@ xp_status_t stage_client_create(const stage_client_config_t *config, stage_clien
                                              config->limit_ns, config->pause_ns,
                                              &client->transport));
     client->parts = transport_cuda_client_parts(client->transport);
-    if (config->path == STAGE_DIRECT)
-        client->marked_rows = stage_marked_rows(config->instance, config->marked_rows);
-    if (client->marked_rows)
-        XP_TRY_GOTO(status, fail, client_clear_marked(client));
     *client_out = client;
     return XP_OK;
 fail:
@@ -113,21 +97,13 @@ xp_status_t stage_client_open(stage_client_t *client, uint32_t ffn, int stage_fd
         return xp_fail(XP_INVALID, "the stage of FfnAgent %u is open already", ffn);
     cuda_block_t block;
     stage_head_t page;
-    XP_TRY(cuda_block_import(client->device, stage_fd,
-                             stage_page_bytes(&client->plan) +
-                                 stage_marked_bytes(&client->plan, client->marked_rows),
-                             &block));
+    XP_TRY(cuda_block_import(client->device, stage_fd, stage_page_bytes(&client->plan), &block));
     xp_status_t status;
     XP_TRY_GOTO(status, fail,
                 stage_control_read(&client->control, block.address, sizeof(page),
                                    xp_monotonic_ns() + CLIENT_START_NS, &page));
     XP_TRY_GOTO(status, fail,
                 stage_head_check(&page, &client->plan, client->index, client->generation, ffn));
-    if (page.marked_rows != client->marked_rows) {
-        status = xp_fail(XP_PEER, "stage of FfnAgent %u has %u marked rows, expected were %u", ffn,
-                         page.marked_rows, client->marked_rows);
-        goto fail;
-    }
     client->stages[ffn] = block;
     client->opened |= 1u << ffn;
     return XP_OK;
@@ -252,17 +228,6 @@ xp_status_t stage_client_describe(stage_client_t *client, uint32_t layer, uint32
     *direct_out = client_direct(client);
     *parts_out = client->parts;
     return XP_OK;
-}
-
-void stage_client_marked(const stage_client_t *client, struct stage_marked_way *way_out)
-{
-    *way_out = (stage_marked_way_t){0};
-    if (!client->marked_rows || !client->opened)
-        return;
-    way_out->rows = client->marked_rows;
-    way_out->to = client->stages[fabric_group_first(client->opened)].address +
-                  stage_page_bytes(&client->plan);
-    way_out->answer = client->parts.arena + transport_cuda_input_offset(&client->geometry);
 }
 
 xp_status_t stage_client_put(stage_client_t *client, uint32_t layer, cuda_address_t live,

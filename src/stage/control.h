@@ -66,10 +66,6 @@ static inline uint64_t stage_partial_stride(const fabric_plan_instance_t *instan
     return stage_total_rows(instance) * instance->hidden;
 }
 uint64_t stage_page_bytes(const fabric_plan_instance_t *instance);
-/* The marked area behind it (stage/marked.h): its rows, of those that were asked for, and its
- * bytes. 0: an Instance of several ranks or members has none. */
-uint32_t stage_marked_rows(const fabric_plan_instance_t *instance, uint32_t asked);
-uint64_t stage_marked_bytes(const fabric_plan_instance_t *instance, uint32_t rows);
 /* 0: no partials (no scratch) at this FfnAgent. */
 uint64_t stage_partials_bytes(const fabric_plan_instance_t *instance, uint32_t ffn);
 uint64_t stage_scratch_bytes(const fabric_plan_instance_t *instance, uint32_t ffn);

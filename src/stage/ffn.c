@@ -25,7 +25,6 @@
 #define FFN_OWN_ELEMENTS 4096u
 
 CUDA_IMAGE_DECLARE(stage_scheduler);
-CUDA_IMAGE_DECLARE(stage_scheduler_marked);
 
 typedef struct ffn_instance {
     cuda_block_t page, partials, scratch;
@@ -66,9 +65,6 @@ static xp_status_t ffn_check(const stage_ffn_config_t *config)
 {
     const fabric_plan_t *plan = config->plan;
     uint32_t lines = 0;
-    if (config->marked_rows && (config->dispatch || config->heap))
-        return xp_fail(XP_UNSUPPORTED,
-                       "marked rows go to the echo of a stage that is passed by descriptor");
     if (config->ffn >= plan->ffn_count)
         return xp_fail(XP_INVALID, "FfnAgent %u; the plan has %u", config->ffn, plan->ffn_count);
     for (uint32_t i = 0; i < plan->instance_count; i++) {
@@ -83,13 +79,6 @@ static xp_status_t ffn_check(const stage_ffn_config_t *config)
                        "models over more devices",
                        lines, config->ffn, STAGE_LINES_MAX);
     return XP_OK;
-}
-
-static uint32_t ffn_marked_rows(const stage_ffn_t *ffn, const fabric_plan_instance_t *plan)
-{
-    return ffn->config.heap || ffn->config.dispatch
-               ? 0
-               : stage_marked_rows(plan, ffn->config.marked_rows);
 }
 
 static stage_head_t ffn_head(const stage_ffn_t *ffn, uint32_t index)
@@ -107,7 +96,6 @@ static stage_head_t ffn_head(const stage_ffn_t *ffn, uint32_t index)
         .hidden = plan->hidden,
         .max_rows = plan->max_rows,
         .dtype = plan->dtype,
-        .marked_rows = ffn_marked_rows(ffn, plan),
     };
 }
 
@@ -130,12 +118,6 @@ static xp_status_t ffn_clear(stage_ffn_t *ffn, uint32_t index)
     stage_head_t head = ffn_head(ffn, index);
     void *parameters[] = {&ffn->instances[index].page.address, &head};
     XP_TRY(stage_control_launch(&ffn->control, STAGE_KERNEL_PAGE_START, 64, parameters));
-    const stage_about_t *about = &ffn->instances[index].about;
-    if (about->marked_rows)
-        XP_TRY(
-            CUDA_CALL(ffn->config.device->driver, cuMemsetD8Async, about->marked, 0,
-                      stage_marked_bytes(&ffn->config.plan->instances[index], about->marked_rows),
-                      ffn->control.stream));
     return ffn_clear_partials(ffn, index);
 }
 
@@ -194,11 +176,9 @@ static xp_status_t ffn_make_memory(stage_ffn_t *ffn, uint32_t index)
             instance->partials = ffn_heap_block(ffn, STAGE_HEAP_PARTIALS, index, partials);
         return XP_OK; /* cleared when it was joined */
     }
-    /* One with marked rows is never taken over: benchmarks alone have them. */
-    const uint64_t marked = stage_marked_bytes(plan, ffn_marked_rows(ffn, plan));
-    if (marked || !ffn->config.kept || ffn->config.kept[index] < 0 ||
+    if (!ffn->config.kept || ffn->config.kept[index] < 0 ||
         ffn_adopt(ffn, index, ffn->config.kept[index]) != XP_OK) {
-        XP_TRY(cuda_block_create(device, stage_page_bytes(plan) + marked, &instance->page));
+        XP_TRY(cuda_block_create(device, stage_page_bytes(plan), &instance->page));
         XP_TRY(CUDA_CALL(device->driver, cuMemsetD8Async, instance->page.address, 0,
                          instance->page.bytes, ffn->control.stream));
     }
@@ -273,12 +253,7 @@ static xp_status_t ffn_make_instance(stage_ffn_t *ffn, uint32_t index, uint32_t 
         .output_offset = transport_cuda_output_offset(&geometry),
         .partial_offset = transport_cuda_partial_offset(&geometry),
         .partial_bytes = transport_cuda_partial_bytes(&geometry),
-        .marked_rows = ffn_marked_rows(ffn, plan),
     };
-    if (about->marked_rows) {
-        about->marked = instance->page.address + stage_page_bytes(plan);
-        about->marked_offset = transport_cuda_input_offset(&geometry);
-    }
     about->partials[ffn->config.ffn] = instance->partials.address;
     if (ffn->config.heap)
         XP_TRY(ffn_find_partials(ffn, index));
@@ -291,10 +266,8 @@ static xp_status_t ffn_make(stage_ffn_t *ffn)
     const cuda_device_t *device = ffn->config.device;
     const fabric_plan_t *plan = ffn->config.plan;
     XP_TRY(stage_control_init(device, &ffn->control));
-    XP_TRY(cuda_module_load(device,
-                            ffn->config.marked_rows ? &cuda_image_stage_scheduler_marked
-                                                    : &cuda_image_stage_scheduler,
-                            names, 1, &ffn->module, &ffn->scheduler));
+    XP_TRY(cuda_module_load(device, &cuda_image_stage_scheduler, names, 1, &ffn->module,
+                            &ffn->scheduler));
     XP_TRY(cuda_stream_create(device, true, &ffn->resident));
     if (ffn->config.heap && stage_heap_far(ffn->config.heap)) {
         ffn->far = (stage_far_t){.plan = plan, .heap = ffn->config.heap, .ffn = ffn->config.ffn};

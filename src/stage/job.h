@@ -6,7 +6,6 @@
  *   REDUCE  the members' FP32 partials, added in PE order and cast once, to consumers
  *   ECHO    stands for an execution: member m of a group gives input * (m + 1), member 0 adds the
  *           layer; a single member casts that. For tests and benchmarks without weights.
- *   MARKED  the echo of a single member from and to marked words (stage/marked.h)
  *
  * A job is done in chunks of elements, so that a long one never keeps a short one waiting; any
  * number of threads share a chunk. Elements are numbered over all rows of the Invocation.
@@ -30,8 +29,7 @@ typedef enum stage_job_kind {
     STAGE_JOB_NONE = 0,
     STAGE_JOB_COPY,
     STAGE_JOB_REDUCE,
-    STAGE_JOB_ECHO,
-    STAGE_JOB_MARKED
+    STAGE_JOB_ECHO
 } stage_job_kind_t;
 
 typedef struct stage_job_to {
@@ -46,8 +44,7 @@ typedef struct stage_job {
     uint32_t narrow;  /* elements are not in eights, or addresses not aligned */
     uint32_t member;  /* ECHO */
     uint32_t members; /* REDUCE */
-    uint32_t layer;   /* ECHO, MARKED */
-    uint32_t mark;    /* MARKED */
+    uint32_t layer;   /* ECHO */
     uint32_t consumers;
     const void *from;  /* COPY, ECHO: rows; REDUCE: the first member's partial */
     uint64_t stride;   /* REDUCE: elements from one member's partial to the next */
@@ -56,28 +53,12 @@ typedef struct stage_job {
     stage_job_to_t to[STAGE_JOB_CONSUMERS];
 } stage_job_t;
 
-typedef struct
-#ifdef __CUDACC__
-    __align__(16)
-#else
-    __attribute__((aligned(16)))
-#endif
-        stage_eight
-{
+typedef struct PROTOCOL_ALIGNED_16 stage_eight {
     uint16_t value[8];
-}
-stage_eight_t;
-typedef struct
-#ifdef __CUDACC__
-    __align__(16)
-#else
-    __attribute__((aligned(16)))
-#endif
-        stage_four
-{
+} stage_eight_t;
+typedef struct PROTOCOL_ALIGNED_16 stage_four {
     float value[4];
-}
-stage_four_t;
+} stage_four_t;
 
 /* Values of 16-bit elements; to nearest, ties to even. */
 PROTOCOL_FUNCTION float stage_value(uint16_t bits, uint32_t dtype)
@@ -227,17 +208,9 @@ PROTOCOL_FUNCTION void stage_job_eight_wide(const stage_job_t *job, const stage_
 #define STAGE_UNROLL
 #endif
 
-typedef struct
-#ifdef __CUDACC__
-    __align__(16)
-#else
-    __attribute__((aligned(16)))
-#endif
-        stage_pairs
-{
+typedef struct PROTOCOL_ALIGNED_16 stage_pairs {
     uint32_t pair[4]; /* two elements each, the first in the low half */
-}
-stage_pairs_t;
+} stage_pairs_t;
 
 PROTOCOL_FUNCTION uint32_t stage_job_echo_pair(const stage_job_form_t *form, uint32_t pair)
 {

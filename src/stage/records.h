@@ -46,22 +46,11 @@ typedef struct stage_brief {
 #define STAGE_BRIEF_ROWS_BITS  17u
 #define STAGE_BRIEF_KIND_BITS  2u
 #define STAGE_BRIEF_LONG       (1ull << 63) /* does not fit: the line says it */
-#define STAGE_BRIEF_MARKED     (1ull << 62) /* the rows are marked words (stage/marked.h) */
-
-/* Does this scheduler take marked briefs? One that does needs more registers than fit beside the
- * resident decode kernel, so there are two (stage/scheduler_marked.cu); one that does not finds no
- * line behind such a brief. */
-#ifndef STAGE_WITH_MARKED
-#define STAGE_WITH_MARKED 1
-#endif
-#define STAGE_BRIEF_UNSAID           (STAGE_BRIEF_LONG | (STAGE_WITH_MARKED ? 0 : STAGE_BRIEF_MARKED))
-#define STAGE_BRIEF_IS_MARKED(brief) (STAGE_WITH_MARKED && ((brief)&STAGE_BRIEF_MARKED) != 0)
 
 typedef struct stage_head {
     uint32_t magic, abi;
     uint64_t bytes, generation;
-    uint32_t instance, ffn, ranks, dp_size, hidden, max_rows, dtype;
-    uint32_t marked_rows; /* of the marked area behind the input rows; 0: there is none */
+    uint32_t instance, ffn, ranks, dp_size, hidden, max_rows, dtype, reserved;
     uint8_t pad[MAILBOX_LINE - 56];
 } stage_head_t;
 
@@ -69,7 +58,7 @@ typedef struct stage_page {
     stage_head_t head;                    /* constant, written by the FfnAgent */
     stage_line_t lines[FABRIC_MAX_RANKS]; /* one cache line each, the rank's */
     stage_brief_t briefs[FABRIC_MAX_RANKS];
-    /* input rows at STAGE_HEADER_BYTES, then the marked area */
+    /* input rows at STAGE_HEADER_BYTES */
 } stage_page_t;
 
 /* Lines and briefs of one page lie at a fixed distance. */
@@ -96,7 +85,7 @@ PROTOCOL_FUNCTION int stage_brief_read(uint64_t brief, uint64_t taken, stage_lin
 {
     const uint32_t rows_at = 32 + STAGE_BRIEF_LAYER_BITS, kind_at = rows_at + STAGE_BRIEF_ROWS_BITS;
     const uint32_t step = (uint32_t)brief - (uint32_t)taken;
-    if ((brief & STAGE_BRIEF_UNSAID) || step == 0 || step >> 31)
+    if ((brief & STAGE_BRIEF_LONG) || step == 0 || step >> 31)
         return 0;
     line_out->sequence = taken + step;
     line_out->slo_deadline_ns = 0;
@@ -364,11 +353,4 @@ PROTOCOL_FUNCTION int stage_device_wait_look(const mailbox_arena_t *arena,
     return stage_device_wait_answer(arena, state, direct, missing) ||
            stage_device_wait_closed(arena, state);
 }
-
-/* Where an Instance's marked rows (stage/marked.h) and their answers go; addresses. rows 0: there
- * is no such way. */
-typedef struct stage_marked_way {
-    uint64_t to, answer;
-    uint32_t rows, reserved;
-} stage_marked_way_t;
 #endif

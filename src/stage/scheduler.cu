@@ -9,9 +9,6 @@
 // itself, since a warp that has to be told begins later than it would be through. A turn in which
 // nothing has changed is one load of each line and a few instructions. All polled words lie in this
 // device's memory.
-#ifndef STAGE_WITH_MARKED
-#define STAGE_WITH_MARKED 0
-#endif
 #include "stage/scheduler_steps.h"
 #include "transport/cuda_rows.cuh"
 
@@ -22,7 +19,6 @@
 // Between warp 0 and the helpers, in shared memory.
 struct stage_block_t {
     uint32_t ended; // helper warps that are through with the chunk
-    uint32_t missing; // one of their threads has not found all of its marked words
     uint32_t leave;
     uint32_t changed[STAGE_LINES / 32]; // in memory, since it is indexed
     // warp 0's own: kept here, since a register spilled would be a trip to memory in each turn
@@ -56,14 +52,6 @@ static __device__ __forceinline__ void helpers_sleep()
                  : "memory");
 }
 
-// Not inlined: what it keeps in registers would be spilled on the way of all other rows.
-static __device__ __noinline__ void marked_run(const stage_scheduler_t *s, stage_block_t *block,
-                                               uint32_t thread, uint32_t threads)
-{
-    if (!stage_marked_run(&s->chunk.job, s->chunk.begin, s->chunk.end, thread, threads))
-        block_ref<uint32_t>(block->missing).store(1u, cuda::memory_order_relaxed);
-}
-
 static __device__ void help(const stage_scheduler_t *s, stage_block_t *block)
 {
     const uint32_t helper = threadIdx.x - 64;
@@ -71,10 +59,7 @@ static __device__ void help(const stage_scheduler_t *s, stage_block_t *block)
         helpers_sleep();
         if (block_ref<uint32_t>(block->leave).load(cuda::memory_order_acquire))
             return;
-        if (STAGE_WITH_MARKED && s->chunk.job.kind == STAGE_JOB_MARKED)
-            marked_run(s, block, helper, STAGE_HELPERS);
-        else
-            stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, helper, STAGE_HELPERS);
+        stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, helper, STAGE_HELPERS);
         __syncwarp();
         if (threadIdx.x % 32 == 0)
             block_ref<uint32_t>(block->ended).fetch_add(1u, cuda::memory_order_acq_rel);
@@ -82,14 +67,10 @@ static __device__ void help(const stage_scheduler_t *s, stage_block_t *block)
 }
 
 // The chunk is through: publishes what it has to, by lane 0.
-static __device__ __noinline__ void chunk_end(stage_scheduler_t *s, stage_block_t *block)
+static __device__ __noinline__ void chunk_end(stage_scheduler_t *s, const stage_block_t *block)
 {
     const uint64_t now = transport_clock_ns();
     const bool whole = s->chunk.begin == 0;
-    if (STAGE_WITH_MARKED && block_ref<uint32_t>(block->missing).load(cuda::memory_order_relaxed)) {
-        stage_scheduler_chunk_again(s);
-        return;
-    }
     stage_scheduler_chunk_done(s, now);
     if (!block->notes || !whole || s->work[s->chunk.instance].phase == STAGE_JOB)
         return;
@@ -149,8 +130,6 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
                 if (next && stage_scheduler_chunk(s)) {
                     const bool own = s->chunk.end - s->chunk.begin <= block->own_elements &&
                                      stage_job_is_plain(&s->chunk.job, s->chunk.end);
-                    if (STAGE_WITH_MARKED)
-                        block_ref<uint32_t>(block->missing).store(0u, cuda::memory_order_relaxed);
                     block_ref<uint32_t>(block->ended).store(0u, cuda::memory_order_release);
                     next |= own ? OWN : HELPERS;
                     if (block->notes)
@@ -169,14 +148,9 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
         if (next & HELPERS)
             helpers_wake();
         if (next & OWN) {
-            if (STAGE_WITH_MARKED && s->chunk.job.kind == STAGE_JOB_MARKED) {
-                marked_run(s, block, lane, 32);
-            } else {
-                stage_job_form_t form;
-                stage_job_form_make(&s->chunk.job, &form);
-                stage_job_run_plain(&form, s->chunk.job.from, s->chunk.begin, s->chunk.end, lane,
-                                    32);
-            }
+            stage_job_form_t form;
+            stage_job_form_make(&s->chunk.job, &form);
+            stage_job_run_plain(&form, s->chunk.job.from, s->chunk.begin, s->chunk.end, lane, 32);
             __syncwarp();
             if (lane == 0)
                 chunk_end(s, block);
@@ -199,15 +173,14 @@ static __device__ void schedule(stage_scheduler_t *s, stage_table_t *table, stag
 
 // Half of a multiprocessor's registers and no more: while the resident decode kernel holds all
 // other multiprocessors, the kernels of the control streams find their place beside this block
-// only. With the marked way there is no such kernel.
-extern "C" __global__ void __launch_bounds__(STAGE_THREADS, STAGE_WITH_MARKED ? 1 : 2)
+// only.
+extern "C" __global__ void __launch_bounds__(STAGE_THREADS, 2)
     stage_scheduler(stage_table_t *table, const life_page_t *life)
 {
     __shared__ stage_scheduler_t scheduler;
     __shared__ stage_block_t block;
     if (threadIdx.x == 0) {
         block.ended = 0;
-        block.missing = 0;
         block.leave = 0;
         block.own_elements = table->own_elements;
         block.notes = table->notes;

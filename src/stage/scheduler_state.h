@@ -6,7 +6,6 @@
 #include "ffn/cuda/dispatch.h"
 #include "fabric/policy.h"
 #include "stage/job.h"
-#include "stage/marked.h"
 #include "stage/table.h"
 
 #define STAGE_EVENTS     8u   /* lines taken in one turn */
@@ -42,7 +41,6 @@ typedef struct stage_work {
     uint32_t missing; /* PARTIALS: members, bits by position */
     uint32_t lane, lane_held;
     uint32_t urgent;
-    uint32_t marked;      /* its rows are marked words */
     uint32_t decode_rows; /* up to which an Invocation goes to the resident kernel */
     uint64_t since_ns;    /* of the phase */
     uint64_t arrival, passes;

@@ -130,14 +130,6 @@ PROTOCOL_FUNCTION uint32_t stage_layer_group(const stage_about_t *about, uint32_
     return about->uniform ? about->uniform : ((const uint32_t *)(uintptr_t)about->groups)[layer];
 }
 
-/* What a marked brief says may be taken: the echo alone computes from marked words. */
-PROTOCOL_FUNCTION int stage_marked_valid(const stage_scheduler_t *s, const stage_work_t *work,
-                                         const stage_line_t *line)
-{
-    return !s->dispatch && work->alone && line->rows <= work->about.marked_rows &&
-           line->sequence >> 32 == 0;
-}
-
 /* Takes the line of one rank. */
 PROTOCOL_FUNCTION void stage_scheduler_line(stage_scheduler_t *s, uint32_t index, uint64_t now_ns)
 {
@@ -148,14 +140,7 @@ PROTOCOL_FUNCTION void stage_scheduler_line(stage_scheduler_t *s, uint32_t index
     if (transport_slot_state(work->now) != TRANSPORT_SLOT_ATTACHED || s->closing ||
         work->phase > STAGE_GATHERING || (work->gathered >> at->rank & 1))
         return;
-    /* A marked put writes no line, and its brief orders nothing: it says all. */
-    const uint64_t brief = s->briefs[index];
-    const uint32_t marked = STAGE_BRIEF_IS_MARKED(brief);
-    const mailbox_look_t look =
-        !marked ? stage_line_read(at->line, work->taken, line)
-                : (stage_brief_read(brief, work->taken, line) && stage_marked_valid(s, work, line)
-                       ? MAILBOX_LIVE
-                       : MAILBOX_NONSENSE);
+    const mailbox_look_t look = stage_line_read(at->line, work->taken, line);
     if (look == MAILBOX_NONE)
         return;
     const uint32_t group = look == MAILBOX_LIVE ? stage_layer_group(about, line->layer) : 0;
@@ -166,8 +151,6 @@ PROTOCOL_FUNCTION void stage_scheduler_line(stage_scheduler_t *s, uint32_t index
     if (work->gathered == 0) {
         work->line = *line;
         work->first_rank = at->rank;
-        if (STAGE_WITH_MARKED)
-            work->marked = marked;
         work->phase = STAGE_GATHERING;
         work->since_ns = now_ns;
     } else if (!stage_lines_agree(&work->line, line, about->dp)) {
@@ -315,11 +298,6 @@ PROTOCOL_FUNCTION uint64_t stage_job_elements(const stage_work_t *work)
     return (uint64_t)work->rows * work->about.hidden;
 }
 
-PROTOCOL_FUNCTION int stage_job_is_marked(const stage_work_t *work)
-{
-    return STAGE_WITH_MARKED && work->job == STAGE_JOB_MARKED;
-}
-
 /* Does the job deliver to the ranks, or (a member's partial) to the first member? */
 PROTOCOL_FUNCTION int stage_job_delivers(const stage_work_t *work)
 {
@@ -333,19 +311,12 @@ PROTOCOL_FUNCTION void stage_job_describe(const stage_work_t *work, stage_job_t 
     job->dtype = about->dtype;
     job->narrow = about->hidden % 8 != 0;
     job->wide = work->job_wide;
-    if (STAGE_WITH_MARKED)
-        job->mark = (uint32_t)work->line.sequence;
     job->member = work->member;
     job->members = work->members;
     job->layer = work->line.layer;
     job->from = work->job_from;
     job->stride = about->partial_stride;
-    if (stage_job_is_marked(work)) {
-        job->consumers = 1;
-        job->to[0].rows = (void *)(uintptr_t)(about->arenas[0] + about->marked_offset);
-        job->to[0].begin = 0;
-        job->to[0].count = stage_job_elements(work);
-    } else if (stage_job_delivers(work)) {
+    if (stage_job_delivers(work)) {
         job->consumers = work->ranks;
         for (uint32_t rank = 0; rank < work->ranks; rank++) {
             uint32_t first, count;
@@ -436,9 +407,7 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
     work->since_ns = now_ns;
     work->phase = STAGE_RUNNING;
     if (!s->dispatch) {
-        const uint32_t marked = STAGE_WITH_MARKED && work->marked;
-        stage_job_start(s, instance, marked ? STAGE_JOB_MARKED : STAGE_JOB_ECHO,
-                        (const void *)(uintptr_t)(marked ? about->marked : about->input),
+        stage_job_start(s, instance, STAGE_JOB_ECHO, (const void *)(uintptr_t)about->input,
                         work->members > 1);
         return;
     }
@@ -576,9 +545,7 @@ PROTOCOL_FUNCTION void stage_scheduler_chunk_done(stage_scheduler_t *s, uint64_t
     if (work->job_next < stage_job_elements(work))
         return;
     s->jobs &= ~(1ull << instance);
-    if (stage_job_is_marked(work))
-        ; /* each word of the answer was its own */
-    else if (stage_job_delivers(work))
+    if (stage_job_delivers(work))
         stage_publish_all(about, work);
     else if (work->member)
         PROTOCOL_PUBLISH(&stage_reducer_partials(about, work)->ready[work->member].sequence,
@@ -589,27 +556,10 @@ PROTOCOL_FUNCTION void stage_scheduler_chunk_done(stage_scheduler_t *s, uint64_t
         stage_scheduler_computed(s, instance, now_ns);
 }
 
-/* Marked words of the chunk have not come: it is done once more in a later turn, unless nobody
- * waits for it any more. */
-PROTOCOL_FUNCTION void stage_scheduler_chunk_again(stage_scheduler_t *s)
-{
-    const uint32_t instance = s->chunk.instance;
-    stage_work_t *work = &s->work[instance];
-    s->chunk_busy = 0;
-    work->job_next = s->chunk.begin;
-    if (work->abandoned)
-        stage_scheduler_end(s, instance);
-}
-
 /* A chunk by one thread that does nothing else, as tests have it. */
 PROTOCOL_FUNCTION void stage_scheduler_chunk_run(stage_scheduler_t *s, uint64_t now_ns)
 {
-    if (s->chunk.job.kind != STAGE_JOB_MARKED)
-        stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, 0, 1);
-    else if (!stage_marked_run(&s->chunk.job, s->chunk.begin, s->chunk.end, 0, 1)) {
-        stage_scheduler_chunk_again(s);
-        return;
-    }
+    stage_job_run(&s->chunk.job, s->chunk.begin, s->chunk.end, 0, 1);
     stage_scheduler_chunk_done(s, now_ns);
 }
 
@@ -689,15 +639,6 @@ PROTOCOL_FUNCTION void stage_scheduler_age(stage_scheduler_t *s, uint32_t instan
     if (work->phase == STAGE_IDLE)
         return;
     const uint64_t waited = now_ns - work->since_ns;
-    /* An Instance whose announced rows do not come costs nobody else anything. */
-    if (work->phase == STAGE_JOB && stage_job_is_marked(work)) {
-        if (waited < STAGE_CLOSED_NS || work->abandoned ||
-            (s->chunk_busy && s->chunk.instance == instance) || stage_scheduler_closed(s, instance))
-            return;
-        if (waited >= s->timeout_ns)
-            stage_scheduler_drop(s, instance, XP_TIMEOUT);
-        return;
-    }
     if ((work->phase == STAGE_GATHERING || work->phase == STAGE_PARTIALS) &&
         waited >= STAGE_CLOSED_NS && stage_scheduler_closed(s, instance))
         return;
@@ -804,9 +745,6 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
     const uint32_t max_rows = work->about.max_rows, layers = work->about.layers;
     if (line.layer >= layers || line.kind >= MAILBOX_KIND_COUNT || line.rows > max_rows)
         return 0;
-    const uint32_t marked = STAGE_BRIEF_IS_MARKED(s->briefs[index]);
-    if (marked && !stage_marked_valid(s, work, &line))
-        return 0;
     if (s->dispatch && (line.rows > work->decode_rows || line.rows > s->dispatch->max_rows))
         return 0;
     const uint32_t number = stage_first_bit(s->lanes_free);
@@ -853,14 +791,12 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
     } else {
         s->lane[number].ticket = 0;
         work->phase = STAGE_JOB;
-        work->job = marked ? STAGE_JOB_MARKED : STAGE_JOB_ECHO;
-        work->job_from = (const void *)(uintptr_t)(marked ? work->about.marked : work->about.input);
+        work->job = STAGE_JOB_ECHO;
+        work->job_from = (const void *)(uintptr_t)work->about.input;
         work->job_wide = 0;
         work->job_next = 0;
         s->jobs |= 1ull << instance;
     }
-    if (STAGE_WITH_MARKED)
-        work->marked = marked;
     work->line = line;
     work->gathered = 1;
     work->first_rank = 0;

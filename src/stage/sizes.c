@@ -64,21 +64,6 @@ uint64_t stage_page_bytes(const fabric_plan_instance_t *instance)
                xp_dtype_row_bytes((xp_dtype_t)instance->dtype, instance->hidden);
 }
 
-uint32_t stage_marked_rows(const fabric_plan_instance_t *instance, uint32_t asked)
-{
-    const uint32_t group = stage_uniform_group(instance);
-    if (fabric_plan_ranks(instance) != 1 || group == 0 || (group & (group - 1)) != 0 ||
-        instance->hidden % 8 != 0)
-        return 0;
-    /* The arena's area is its input area: marked words take twice the bytes. */
-    return asked < instance->max_rows / 2 ? asked : instance->max_rows / 2;
-}
-
-uint64_t stage_marked_bytes(const fabric_plan_instance_t *instance, uint32_t rows)
-{
-    return 2 * rows * xp_dtype_row_bytes((xp_dtype_t)instance->dtype, instance->hidden);
-}
-
 uint64_t stage_partials_bytes(const fabric_plan_instance_t *instance, uint32_t ffn)
 {
     uint32_t members = stage_partials_members(instance, ffn);

@@ -76,9 +76,6 @@ typedef struct stage_ffn_config {
     /* Rows of so many elements at most are moved by the scheduler's own warp. 0: the default. */
     uint32_t own_elements;
     bool notes; /* keep what stage_ffn_counters_t says of jobs */
-    /* Rows of the marked way (stage/marked.h) of Instances of one rank and one member; with the
-     * echo and without a heap only, to be measured. 0: there is none. The same in every client. */
-    uint32_t marked_rows;
     /* Provider nvshmem: stages and partials lie here, and the ranks' relay arenas are found here;
      * nothing is exported, imported or received. NULL: memory of their own, passed by descriptor.
      * Outlives the object. */
@@ -172,10 +169,9 @@ typedef struct stage_client_config {
     uint32_t rank;
     stage_path_t path;
     const transport_cuda_life_t *life;
-    uint64_t limit_ns;    /* of one wait, but for pauses */
-    uint64_t pause_ns;    /* of one pause */
-    uint64_t call_bytes;  /* rows that one launch puts, waits for and takes; 0: the default */
-    uint32_t marked_rows; /* as the FfnAgents' */
+    uint64_t limit_ns;   /* of one wait, but for pauses */
+    uint64_t pause_ns;   /* of one pause */
+    uint64_t call_bytes; /* rows that one launch puts, waits for and takes; 0: the default */
 } stage_client_config_t;
 
 xp_status_t stage_client_create(const stage_client_config_t *config, stage_client_t **client_out);
@@ -216,9 +212,6 @@ struct stage_put;
 xp_status_t stage_client_describe(stage_client_t *client, uint32_t layer, uint32_t captured,
                                   struct stage_put *put_out, uint32_t *direct_out,
                                   transport_cuda_parts_t *parts_out);
-/* The marked way, once the stage is open; rows 0: there is none. */
-struct stage_marked_way;
-void stage_client_marked(const stage_client_t *client, struct stage_marked_way *way_out);
 typedef struct stage_client_counters {
     uint64_t requests, rows, looks, wait_ns;
 } stage_client_counters_t;

@@ -33,9 +33,6 @@ typedef struct stage_about {
     uint64_t arenas[FABRIC_MAX_RANKS]; /* mailbox_arena_t, mapped */
     uint64_t output_offset, partial_offset, partial_bytes;
     uint64_t taken; /* the last sequence that was answered here: lines after it wait */
-    /* constant: the marked area of the stage, its rows, and where the arena has its own */
-    uint64_t marked, marked_offset;
-    uint32_t marked_rows, pad0; /* 0: there is none */
 } stage_about_t;
 
 typedef struct stage_instance {

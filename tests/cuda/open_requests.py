@@ -201,6 +201,18 @@ def replace_agents(system, agents):
         system.role(name, kind, "--device", device)
 
 
+def all_end(system, names, began, text=""):
+    """Every process ends by itself, the ranks without a wrong row and with `text`; seconds since `began`."""
+    for process in system.processes.values():
+        process.wait(timeout=20)
+    took = time.monotonic() - began
+    for name in names:
+        said, found = system.tail(name), system.processes[name].returncode
+        roles.check(found == ENDED and "wrong 0 " in said and text in said, f"{name} ended with {found}: {said}")
+    roles.check(took < 8, f"all ended after {took:.1f} s")
+    return took
+
+
 def go_on(arguments, folder, scene):
     chance = random.Random(arguments.seed)
     system = roles.start(arguments, folder, dict(scene, reform=60))
@@ -250,14 +262,8 @@ def no_successor(arguments, folder, scene):
         system.wait(lambda: steps(system, names) > 2, "steps", list(system.processes))
         system.processes[f"ffnagent {scene['ffn'][0]}"].send_signal(signal.SIGKILL)
         began = time.monotonic()
-        for name, process in system.processes.items():
-            process.wait(timeout=20)
-        took = time.monotonic() - began
-        for name in names:
-            said, code = system.tail(name), system.processes[name].returncode
-            roles.check(code == ENDED and "wrong 0 " in said, f"{name} ended with {code}: {said}")
-            roles.check("no next Generation within its time" in said, f"{name} says: {said}")
-        roles.check(1.5 < took < 8, f"all ended after {took:.1f} s")
+        took = all_end(system, names, began, "no next Generation within its time")
+        roles.check(took > 1.5, f"all ended after {took:.1f} s")
         roles.check(system.processes["daemon"].returncode == 1, "the daemon's exit code")
         return f"all ended {took:.2f} s after the death, deadlines.reform is 2 s"
     finally:
@@ -275,14 +281,7 @@ def ordered_end(arguments, folder, scene):
             system.processes.pop(name).wait(timeout=20)
         began = time.monotonic()
         system.down()
-        for name, process in system.processes.items():
-            process.wait(timeout=20)
-        took = time.monotonic() - began
-        for name in names:
-            said, code = system.tail(name), system.processes[name].returncode
-            roles.check(code == ENDED and "wrong 0 " in said, f"{name} ended with {code}: {said}")
-        roles.check(took < 8, f"all ended after {took:.1f} s")
-        return f"all ended after {took:.2f} s"
+        return f"all ended after {all_end(system, names, began):.2f} s"
     finally:
         roles.end(system)
 

@@ -5,9 +5,7 @@
  * the execution. Prints one JSON row a line.
  *
  *   stage_device [thousands of round trips] [parts]
- *   parts: probe,direct,marked,split,partials,relay,kill (all of them without the argument)
- *   marked: rows by the plain and by the marked way (stage/marked.h), in turn, and who computes
- * dies in between
+ *   parts: probe,direct,split,partials,relay,kill (all of them without the argument)
  *
  * Every wait has a limit. Exit code 77 where there are not two GPUs.
  */
@@ -360,70 +358,6 @@ static void measure_split(agent_t *client, uint32_t rows)
     }
 }
 
-/* Plain and marked rows between the same processes; the plain way of the production scheduler is
- * what part_direct measures. */
-static void measure_marked(agent_t *client, uint32_t thousands)
-{
-    static const uint32_t rows[] = {1, 4, 16, MARKED_ROWS};
-    for (int i = 0; i < 4; i++) {
-        answer_t ways[2];
-        for (uint32_t marked = 0; marked < 2; marked++) {
-            char metric[80], what[220];
-            const order_t order = {ORDER_TRIPS, 0, marked ? TRIPS_MARKED : 0, rows[i],
-                                   (thousands < 100 ? thousands : 100) * 1000};
-            ways[marked] = ask(client, order, -1, NULL);
-            CHECK_OK(ways[marked].status);
-            snprintf(metric, sizeof(metric), "hop.cuda.direct.%s_%urows_us",
-                     marked ? "marked" : "plain", rows[i]);
-            snprintf(what, sizeof(what),
-                     "whole layer in one kernel, %u rows of %d BF16, echo, every element checked, "
-                     "%s; the scheduler that takes both",
-                     rows[i], WIDTH,
-                     marked ? "words that carry their sequence" : "rows, release, word");
-            row(metric, ways[marked], ways[marked].times.p50_us, "us", hop_floor.p50_us, NULL,
-                what);
-        }
-        printf("%u rows: marked %.3f us, plain %.3f us, %.3f us less\n", rows[i],
-               ways[1].times.p50_us, ways[0].times.p50_us,
-               ways[0].times.p50_us - ways[1].times.p50_us);
-        if (i == 0)
-            hop_rows("direct_marked", &ways[1], &hop_floor,
-                     "the raw put of 4096 bytes and a word between two GPUs");
-    }
-}
-
-static void part_marked(uint32_t thousands)
-{
-    measure_floors_and_compute();
-    variant_now = VARIANT_MARKED;
-    scene_up(SCENE_ONE, false);
-    agent_t client = client_up(INSTANCE_A);
-    measure_marked(&client, thousands);
-    /* Instances that die on that way, and others that come after them with the same sequences. */
-    for (uint32_t n = 0; n < 5; n++) {
-        agent_t victim = client_up(INSTANCE_B);
-        const order_t order = {ORDER_TRIPS, 0, TRIPS_MARKED, 1 + n * 5, 50000000};
-        CHECK(kit_send(victim.socket, &order, sizeof(order), -1));
-        usleep(100000 + kit_value(n, 11) % 50000);
-        agent_kill(&victim);
-        detach(INSTANCE_B);
-        answer_t answer =
-            ask(&client, (order_t){ORDER_TRIPS, 0, TRIPS_MARKED, 1 + n, 2000}, -1, NULL);
-        CHECK_OK(answer.status);
-        CHECK(answer.wrong == 0);
-    }
-    agent_t last = client_up(INSTANCE_B);
-    answer_t answer = ask(&last, (order_t){ORDER_TRIPS, 0, TRIPS_MARKED, 16, 2000}, -1, NULL);
-    CHECK_OK(answer.status);
-    row("hop.cuda.direct.marked_kill_wrong", answer, (double)answer.wrong, "elements", -1, "0",
-        "5 Instances killed in the middle of marked rows, the other one asked after each, and one "
-        "that came after them");
-    client_down(&last, INSTANCE_B);
-    client_down(&client, INSTANCE_A);
-    scene_down();
-    variant_now = 0;
-}
-
 static void part_split(void)
 {
     static const uint32_t rows[] = {1, 4, 16};
@@ -548,7 +482,7 @@ int main(int argc, char **argv)
 {
     stage_roles_main(argc, argv);
     const uint32_t thousands = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 20;
-    const char *parts = argc > 2 ? argv[2] : "probe,direct,marked,split,partials,relay,kill";
+    const char *parts = argc > 2 ? argv[2] : "probe,direct,split,partials,relay,kill";
     setvbuf(stdout, NULL, _IOLBF, 0);
     setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID", 1);
@@ -586,8 +520,6 @@ int main(int argc, char **argv)
         part_probe();
     if (strstr(parts, "direct"))
         part_direct(thousands);
-    if (strstr(parts, "marked"))
-        part_marked(thousands);
     if (strstr(parts, "split"))
         part_split();
     if (strstr(parts, "partials"))

@@ -8,10 +8,9 @@
 
 #include "base/clock.h"
 #include "fabric/records.h"
-#include "stage/marked.h"
 #include "stage/table.h"
 
-enum { TEST_ROUND_TRIPS, TEST_PING, TEST_FILL, TEST_CHECK, TEST_MARKED_TRIPS, TEST_KERNELS };
+enum { TEST_ROUND_TRIPS, TEST_PING, TEST_FILL, TEST_CHECK, TEST_KERNELS };
 CUDA_IMAGE_DECLARE(tests_stage_test);
 
 /* Attention side of an Instance of the scenes with several AtnAgents. */
@@ -156,8 +155,7 @@ static void role_open(role_t *role, int ordinal, int life_fd, uint32_t life_inde
                       int socket)
 {
     static const char *const names[TEST_KERNELS] = {"stage_test_round_trips", "stage_test_ping",
-                                                    "stage_test_fill", "stage_test_check",
-                                                    "stage_test_marked_trips"};
+                                                    "stage_test_fill", "stage_test_check"};
     const cuda_driver_t *driver;
     memset(role, 0, sizeof(*role));
     role->socket = socket;
@@ -299,8 +297,7 @@ static void ffn_role(int argc, char **argv)
                                  .ffn = index,
                                  .life = &role.life,
                                  .own_elements = variant & VARIANT_HELPERS ? 1 : 0,
-                                 .notes = variant & VARIANT_NOTES,
-                                 .marked_rows = variant & VARIANT_MARKED ? MARKED_ROWS : 0};
+                                 .notes = variant & VARIANT_NOTES};
     stage_heap_t *heap = role_join(&role.device, &role.plan, socket);
     config.heap = heap;
     CHECK_OK(stage_ffn_create(&config, &ffn));
@@ -528,43 +525,6 @@ static answer_t self_trips(self_t *self, uint32_t rows, uint32_t count, bool spl
     return answer;
 }
 
-/* Round trips by the marked way, as self_trips(). */
-static answer_t self_marked(self_t *self, uint32_t rows, uint32_t count)
-{
-    stage_put_t put;
-    stage_marked_way_t way;
-    transport_cuda_parts_t parts;
-    uint32_t direct, kept = count < SAMPLES_MAX ? count : SAMPLES_MAX;
-    cuda_address_t live = stage_client_live(self->client);
-    CHECK_OK(stage_client_describe(self->client, 0, rows, &put, &direct, &parts));
-    stage_client_marked(self->client, &way);
-    if (rows > way.rows || direct)
-        return answer_of(xp_fail(XP_UNSUPPORTED, "%u rows by a marked way of %u", rows, way.rows));
-    parts.patience.limit_ns = 10 * XP_NS_PER_S;
-    self_live(self, rows);
-    role_wait(&self->role, self->role.stream, 10);
-    role_zero(&self->role, self->role.wrong, 4);
-    void *parameters[] = {&put,
-                          &way,
-                          &parts.arena,
-                          &parts.state,
-                          &live,
-                          &count,
-                          &parts.patience,
-                          &self->role.samples,
-                          &kept,
-                          &self->role.wrong};
-    CHECK_OK(cuda_launch(&self->role.device, self->role.kernels[TEST_MARKED_TRIPS], 1, 512,
-                         self->role.stream, parameters));
-    role_wait(&self->role, self->role.stream, 60);
-    answer_t answer = answer_of(stage_client_finish(self->client, SOON));
-    answer.wrong = role_wrong(&self->role);
-    answer.done = count;
-    role_read(&self->role, self->role.samples, kept * 4ull);
-    answer.times = kit_summarise(self->role.pinned, kept);
-    return answer;
-}
-
 static answer_t self_graph(self_t *self, uint32_t rows, uint32_t count)
 {
     static uint32_t samples[2000];
@@ -730,8 +690,7 @@ static void client_role(int argc, char **argv)
                                     .path = relay ? STAGE_RELAY : STAGE_DIRECT,
                                     .life = &self.role.life,
                                     .limit_ns = 20 * XP_NS_PER_S,
-                                    .call_bytes = variant & VARIANT_SMALL_CALLS ? 16u << 10 : 0,
-                                    .marked_rows = variant & VARIANT_MARKED ? MARKED_ROWS : 0};
+                                    .call_bytes = variant & VARIANT_SMALL_CALLS ? 16u << 10 : 0};
     CHECK_OK(stage_client_create(&config, &self.client));
     CHECK_OK(CUDA_CALL(self.role.device.driver, cuMemAlloc, &self.in,
                        (uint64_t)plan->max_rows * WIDTH * 2));
@@ -755,9 +714,7 @@ static void client_role(int argc, char **argv)
                     STAGE_HEADER_BYTES + (uint64_t)plan->max_rows * WIDTH * 2, &self.page));
             break;
         case ORDER_TRIPS:
-            answer = order.other == TRIPS_MARKED
-                         ? self_marked(&self, order.rows, order.count)
-                         : self_trips(&self, order.rows, order.count, order.other != 0);
+            answer = self_trips(&self, order.rows, order.count, order.other != 0);
             break;
         case ORDER_GRAPH:
             answer = self_graph(&self, order.rows, order.count);

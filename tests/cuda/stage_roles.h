@@ -12,7 +12,6 @@
 #define WIDTH       2048
 #define ROWS        512
 #define BULK_ROWS   8192
-#define MARKED_ROWS 64 /* most rows of the marked way */
 #define LAYERS      48
 #define MEMBERS_MAX 2
 #define SAMPLES_MAX 100000u
@@ -26,7 +25,6 @@ enum {
     VARIANT_NOTES = 1,       /* FfnAgent: keeps what its jobs spend */
     VARIANT_HELPERS = 2,     /* FfnAgent: the scheduler's own warp moves no rows */
     VARIANT_SMALL_CALLS = 4, /* Instance: one launch for 16 KiB at most, else three */
-    VARIANT_MARKED = 8,      /* both: the marked way is there (stage/marked.h) */
 };
 
 void scene_plan(uint32_t scene, fabric_plan_t *plan);
@@ -54,7 +52,7 @@ enum {
     ORDER_COUNTERS,
     ORDER_PING,
     ORDER_OPEN,
-    ORDER_TRIPS, /* other: 1 with notes of the client's own time, TRIPS_MARKED */
+    ORDER_TRIPS, /* other: 1 with notes of the client's own time */
     ORDER_GRAPH,
     ORDER_BULK,
     ORDER_LOOP,
@@ -62,7 +60,6 @@ enum {
     ORDER_CLOSE,
     ORDER_STOP
 };
-#define TRIPS_MARKED 2u
 typedef struct order {
     uint32_t what, instance, other, rows, count;
 } order_t;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Device code of the direct lane's tests: whole round trips in one kernel, with every element
 // checked, and the floors: words, and rows with a word, sent to and fro between two GPUs.
-#include "stage/marked.h"
+#include "stage/job.h"
+#include "stage/records.h"
 #include "transport/cuda_rows.cuh"
 #include "ping.cuh"
 
@@ -120,118 +121,6 @@ stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t 
             split[1] = wait_ns;
             split[2] = take_ns;
         }
-    }
-}
-
-// The same by the marked way: the brief first, then words that carry their own sequence; the answer
-// is taken word by word, as it comes. Every thread looks for its own words and, now and then, at all
-// that may end the wait.
-extern "C" __global__ void
-stage_test_marked_trips(const __grid_constant__ stage_put_t put,
-                        const __grid_constant__ stage_marked_way_t way,
-                        const mailbox_arena_t *arena, transport_device_state_t *state,
-                        const transport_live_t *live, uint32_t count,
-                        const __grid_constant__ transport_patience_t patience,
-                        uint32_t *samples_ns, uint32_t sample_limit, uint32_t *wrong)
-{
-    enum { LOADS = 4, ROUND = 64, LIFE_ANSWERED_NS = 1000000 };
-    __shared__ volatile uint32_t over;
-    __shared__ transport_device_state_t local;
-    __shared__ stage_put_t own;
-    const uint32_t threads = blockDim.x, thread = threadIdx.x;
-    const uint32_t rows = transport_device_rows(live, put.captured);
-    const uint32_t vecs = (uint32_t)(rows * put.row_bytes / 2 / STAGE_MARKED_ELEMENTS);
-    const uint64_t first = state->sequence;
-    uint64_t looked = transport_clock_ns();
-    stage_marked_t *to = (stage_marked_t *)way.to;
-    const stage_marked_t *from = (const stage_marked_t *)way.answer;
-    if (thread == 0) {
-        local = *state;
-        own = put;
-        over = 0;
-    }
-    __syncthreads();
-    for (uint32_t i = 0; i < count; i++) {
-        const uint64_t start = transport_clock_ns();
-        const uint32_t mark = (uint32_t)(first + i + 1);
-        if (thread == 0) {
-            transport_device_state_t copy = local;
-            stage_line_t line;
-            own.layer = i % 32;
-            if (!stage_device_put_line(&own, &copy, live, &line))
-                over = copy.status;
-            else if (!stage_marked_allowed(line.sequence, stage_brief_make(&line), line.rows,
-                                           way.rows))
-                over = copy.status = XP_UNSUPPORTED;
-            else
-                stage_marked_announce((stage_line_t *)put.targets[0].line,
-                                      stage_brief_make(&line));
-            local = copy;
-        }
-        for (uint32_t v = thread; v < vecs; v += threads) {
-            uint32_t pair[2];
-            for (uint32_t p = 0; p < 2; p++) {
-                const uint32_t e = v * STAGE_MARKED_ELEMENTS + p * 2;
-                pair[p] = stage_bits((float)((e + i) % 32), FFN_CUDA_BF16) |
-                          (uint32_t)stage_bits((float)((e + 1 + i) % 32), FFN_CUDA_BF16) << 16;
-            }
-            stage_marked_store(to + v, pair[0], pair[1], mark);
-        }
-        uint32_t looks = 0;
-        transport_clock_t clock;
-        transport_device_wait_start(&clock, start);
-        for (uint32_t base = thread; base < vecs && !over; base += LOADS * threads) {
-            stage_marked_t part[LOADS];
-            int there;
-            do {
-                there = 1;
-#pragma unroll
-                for (uint32_t n = 0; n < LOADS; n++)
-                    if (base + n * threads < vecs)
-                        part[n] = stage_marked_read(from + base + n * threads);
-#pragma unroll
-                for (uint32_t n = 0; n < LOADS; n++)
-                    there = there && (base + n * threads >= vecs || stage_marked_is(part[n], mark));
-                if (!there && ++looks % ROUND == 0) {
-                    transport_device_state_t mine = {0};
-                    if (stage_device_wait_closed(arena, &mine) ||
-                        transport_device_wait_life(&patience, &mine, &clock, transport_clock_ns()))
-                        over = mine.status;
-                }
-            } while (!there && !over);
-#pragma unroll
-            for (uint32_t n = 0; n < LOADS; n++)
-                for (uint32_t k = 0; there && k < STAGE_MARKED_ELEMENTS; k++) {
-                    const uint32_t e = (base + n * threads) * STAGE_MARKED_ELEMENTS + k;
-                    const uint16_t bits = (uint16_t)(part[n].word[k / 2] >> (k % 2 * 16));
-                    if (base + n * threads < vecs &&
-                        stage_value(bits, FFN_CUDA_BF16) != (float)((e + i) % 32 + i % 32))
-                        atomicAdd(wrong, 1u);
-                }
-        }
-        __syncthreads();
-        if (over)
-            break;
-        if (thread == 0) {
-            const uint64_t end = transport_clock_ns();
-            local.phase = TRANSPORT_PHASE_IDLE;
-            if (i < sample_limit)
-                samples_ns[i] = (uint32_t)(end - start);
-            // Answers that come at once leave no wait in which our own end would be seen.
-            if (end - looked >= LIFE_ANSWERED_NS) {
-                looked = end;
-                if (life_word_look((const uint32_t *)(uintptr_t)patience.life))
-                    over = XP_CANCELLED;
-            }
-        }
-        __syncthreads();
-        if (over)
-            break;
-    }
-    if (thread == 0) {
-        if (over)
-            local.status = over;
-        *state = local;
     }
 }
 

@@ -463,6 +463,38 @@ def together(functions, limit_s=TOGETHER_S):
     return results
 
 
+class Repeated:
+    """While its block runs, a thread calls `once` every `period` seconds. What that raises ends the calls and is
+    raised at the end of the block, unless that raises something itself."""
+
+    LIMIT_S = 120  # of the last call
+
+    def __init__(self, period):
+        self.period, self.over, self.raised = period, threading.Event(), None
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def once(self):
+        raise NotImplementedError
+
+    def run(self):
+        try:
+            while not self.over.wait(self.period):
+                self.once()
+        except Exception as error:
+            self.raised = error
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind, *_):
+        self.over.set()
+        self.thread.join(self.LIMIT_S * SLOW)
+        if kind is None and self.raised:
+            raise self.raised
+        check(kind or not self.thread.is_alive(), f"{type(self).__name__} has not ended within {self.LIMIT_S * SLOW:.0f} s")
+
+
 SHM = pathlib.Path("/dev/shm")
 
 

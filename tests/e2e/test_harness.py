@@ -46,5 +46,37 @@ def names():
         harness.check(name not in ours.left(0.1), "a name that is gone")
 
 
+class Counter(harness.Repeated):
+    def __init__(self, wrong_at):
+        super().__init__(0.001)
+        self.count, self.wrong_at = 0, wrong_at
+
+    def once(self):
+        self.count += 1
+        if self.count == self.wrong_at:
+            raise ValueError("it broke")
+
+
+def raised(wrong_at, block=lambda: None):
+    """(what the block came to, how often it was called)"""
+    with_it = Counter(wrong_at)
+    try:
+        with with_it:
+            harness.wait_until(lambda: with_it.count >= 3, 10, "three calls")
+            block()
+    except (ValueError, KeyError) as error:
+        return error, with_it.count
+    return None, with_it.count
+
+
+def repeated():
+    error, count = raised(0)
+    harness.check(error is None and count >= 3, f"{error}, {count} calls")
+    error, count = raised(3)
+    harness.check(str(error) == "it broke" and count == 3, f"{error}, {count} calls")
+    error, _ = raised(3, lambda: {}["own"])
+    harness.check(isinstance(error, KeyError), f"the block's own error comes first: {error}")
+
+
 if __name__ == "__main__":
-    harness.main(names)
+    harness.main(names, repeated)

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import signal
-import threading
 import time
 
 import harness
@@ -37,13 +36,12 @@ def kv_bytes(pid):
     return held, total(mappings(pid), "Rss", "xpool-kv:")
 
 
-class Sampler:
+class Sampler(harness.Repeated):
     """Samples every Instance every 100 ms; `rows` holds (time, {model: bytes held})."""
 
     def __init__(self, system, pool):
+        super().__init__(PERIOD)
         self.system, self.pool, self.rows, self.errors = system, pool, [], []
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
 
     def sample(self):
         """({model: bytes held}, {model: bytes resident}) of the Instances there are."""
@@ -69,23 +67,14 @@ class Sampler:
                 return least
         return None
 
-    def run(self):
-        while not self.stop.wait(PERIOD):
-            held, resident = self.sample()
-            if max(sum(held.values()), sum(resident.values())) > self.pool:
-                least = self.excess()
-                if least:
-                    books = {g["model"]: g["backed"]["bytes"] for g in self.system.state()["kv"]["groups"]}
-                    self.errors.append(f"{least} is more than the pool of {self.pool} bytes; the daemon: {books}")
-            self.rows.append((time.monotonic(), held))
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.stop.set()
-        self.thread.join(120)
+    def once(self):
+        held, resident = self.sample()
+        if max(sum(held.values()), sum(resident.values())) > self.pool:
+            least = self.excess()
+            if least:
+                books = {g["model"]: g["backed"]["bytes"] for g in self.system.state()["kv"]["groups"]}
+                self.errors.append(f"{least} is more than the pool of {self.pool} bytes; the daemon: {books}")
+        self.rows.append((time.monotonic(), held))
 
     def now(self, model):
         return self.sample()[0].get(model, 0)

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 
 import harness
@@ -49,14 +48,13 @@ def small_pool():
     return system, token
 
 
-class Watch:
+class Watch(harness.Repeated):
     """What the KV memfds of both Instances really hold, every 100 ms, by the kernel's account. Readings of two
     processes are not of one moment: what counts is the least of some looks."""
 
     def __init__(self, system, pool):
+        super().__init__(0.1)
         self.system, self.pool, self.error, self.most = system, pool, None, dict.fromkeys((SGLANG, NATIVE), 0)
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
 
     def look(self):
         held = {}
@@ -67,23 +65,14 @@ class Watch:
                 held[model] = 0  # it has just ended
         return held
 
-    def run(self):
-        while not self.stop.wait(0.1):
-            held = self.look()
-            self.most = {model: max(self.most[model], held[model]) for model in held}
-            if sum(held.values()) > self.pool:
-                looks = [held] + [self.look() for _ in range(LOOKS)]
-                least = {model: min(look[model] for look in looks) for model in held}
-                if sum(least.values()) > self.pool:
-                    self.error = f"{least} is more than the pool of {self.pool} bytes"
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *what):
-        self.stop.set()
-        self.thread.join(5)
+    def once(self):
+        held = self.look()
+        self.most = {model: max(self.most[model], held[model]) for model in held}
+        if sum(held.values()) > self.pool:
+            looks = [held] + [self.look() for _ in range(LOOKS)]
+            least = {model: min(look[model] for look in looks) for model in held}
+            if sum(least.values()) > self.pool:
+                self.error = f"{least} is more than the pool of {self.pool} bytes"
 
 
 def backed(system, model):

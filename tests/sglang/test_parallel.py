@@ -65,30 +65,21 @@ def expect_delivery(system, kind):
     check(found == kind, f"the plan says delivery {found}, not {kind}")
 
 
-class Moving:
+class Moving(harness.Repeated):
     """While it is open, the KV Cache is trimmed every few steps, and its ceiling falls and rises."""
 
     def __init__(self, system):
-        self.system, self.stop, self.seen = system, threading.Event(), []
-        self.thread = threading.Thread(target=self.run)
+        super().__init__(0.02)
+        self.system, self.seen = system, []
 
-    def run(self):
-        while not self.stop.wait(0.02):
-            # While the Instance is away there is nothing to trim.
-            with contextlib.suppress(harness.Failed):
-                turn = len(self.seen)
-                if turn % 8 == 7:
-                    self.system.kv_do("set", ID, "--ceiling", LOW_CEILING if turn % 16 == 7 else CEILING)
-                self.system.kv_do("trim", ID)
-                self.seen.append(tuple(group["backed"]["tokens"] for group in self.system.kv(ID)))
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.stop.set()
-        self.thread.join(120)
+    def once(self):
+        # While the Instance is away there is nothing to trim.
+        with contextlib.suppress(harness.Failed):
+            turn = len(self.seen)
+            if turn % 8 == 7:
+                self.system.kv_do("set", ID, "--ceiling", LOW_CEILING if turn % 16 == 7 else CEILING)
+            self.system.kv_do("trim", ID)
+            self.seen.append(tuple(group["backed"]["tokens"] for group in self.system.kv(ID)))
 
 
 def long_prompts():

@@ -573,6 +573,37 @@ class Processes(unittest.TestCase):
         self.assertEqual(done.returncode, 1)
         self.assertIn("xpool: the canonical failure\n", done.stderr)
 
+    def test_who_stopped_main(self):
+        """By its user: exit code 0. Told by a scheduler first, or fallen: SIGKILL."""
+        cases = {"u": 0, "us": 0, "s": -9, "su": -9, "uf": -9}
+        done = self.run_python(
+            "import asyncio, os, signal, types\n"
+            "from sglang.srt.managers import tokenizer_manager\n"
+            "from xpool.sglang import failure, stop\n"
+            "happens = {\n"
+            "    'u': lambda: os.kill(os.getpid(), signal.SIGTERM),\n"
+            "    's': failure.drain,\n"
+            "    'f': lambda: tokenizer_manager.kill_process_tree(os.getpid()),\n"
+            "}\n"
+            "async def main(case):\n"
+            "    manager = types.SimpleNamespace(gracefully_exit=False, rid_to_state={}, server_status=None)\n"
+            "    handler = tokenizer_manager.SignalHandler(manager).sigterm_handler\n"
+            "    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, handler)\n"
+            "    for what in case:\n"
+            "        happens[what]()\n"
+            "        await asyncio.sleep(0.2)\n"
+            "    await tokenizer_manager.TokenizerManager.sigterm_watchdog(manager)\n"
+            "stop.hook()\n"
+            f"for case in {list(cases)}:\n"
+            "    if (pid := os.fork()) == 0:\n"
+            "        failure.watch()\n"
+            "        asyncio.run(main(case))\n"
+            "        os._exit(99)\n"
+            "    print(case, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+        )
+        found = dict(line.split() for line in done.stdout.splitlines())
+        self.assertEqual({case: int(code) for case, code in found.items()}, cases, done.stderr)
+
     def test_another_release(self):
         done = self.run_python(
             "import sglang; sglang.__version__ = '0.5.12'\n"

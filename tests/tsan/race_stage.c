@@ -8,7 +8,6 @@
 #include <sched.h>
 #include <stdio.h>
 
-#include "race_dice.h"
 #include "stage_rig.h"
 
 #define LIVES  40
@@ -16,6 +15,21 @@
 
 static rig_t rig;
 static uint32_t stop;
+
+static uint64_t dice(uint64_t *state)
+{
+    return stage_random_next(state);
+}
+/* Other interleavings than those of the machine's own rhythm. */
+static void dawdle(uint64_t *state)
+{
+    uint64_t what = dice(state) % 16;
+    if (what < 3)
+        sched_yield();
+    else if (what == 3)
+        for (volatile uint32_t n = 0; n < 2000; n++)
+            ;
+}
 
 static void *scheduler_run(void *argument)
 {

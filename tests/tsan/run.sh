@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# ThreadSanitizer over Transport and Fabric, over the stages of the GPUs' data plane with their marked
-# way, and over the KV control channel: each program must be clean as it is, and the sanitizer must find the release store
+# ThreadSanitizer over Transport and Fabric, over the stages of the GPUs' data plane, and over the KV
+# control channel: each program must be clean as it is, and the sanitizer must find the release store
 # that XPOOL_WEAKEN_RELEASE weakens. Exits 0 only if all of it holds.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -16,7 +16,6 @@ for file in "$root"/src/transport/*.c; do
     case "${file##*/}" in cuda_*) ;; *) fabric="$fabric $file" ;; esac
 done
 stage="-I$root/tests/unit/stage $root/tests/tsan/race_stage.c"
-marked="-I$root/tests/unit/stage $root/tests/tsan/race_marked.c"
 kv="$root/tests/tsan/race_kv.c"
 for part in kv/channel kv/rank kv/market kv/policy base/status base/memfd base/failpoint base/log; do
     kv="$kv $root/src/$part.c"
@@ -65,5 +64,4 @@ check() { # name, sources
 
 check fabric "$fabric"
 check stage "$stage"
-check marked "$marked"
 check kv "$kv"

@@ -18,6 +18,7 @@
     rank       the Instance Rank's life along the scheduler's
     failure    ending SGLang with a reason
     interrupt  Ctrl-C
+    stop       who stopped the server
     tokens     token ids that come from outside
     shared     names in /dev/shm
     patch      how a function of SGLang is changed

@@ -21,9 +21,11 @@ log = logging.getLogger("xpool")
 EXIT_CODE = 1
 MAIN = "XPOOL_SGLANG_MAIN"  # pid of SGLang's main process, for its schedulers
 _SIGNAL = signal.SIGUSR2
+DRAIN = "XPOOL_SGLANG_DRAIN"  # the signal by which schedulers tell main to end in order
 _MAIN_SECONDS = 2.0  # how long main may take to end its tree before it is killed
 
 _lock = threading.Lock()
+_told = False
 
 
 def is_main():
@@ -46,8 +48,22 @@ def watch():
             os._exit(EXIT_CODE)
         return
     os.environ[MAIN] = str(os.getpid())
+    os.environ[DRAIN] = str(int(signal.SIGTERM))
     if threading.current_thread() is threading.main_thread():
         signal.signal(_SIGNAL, _end_tree)
+        signal.signal(signal.SIGUSR1, _drain)
+        os.environ[DRAIN] = str(int(signal.SIGUSR1))
+
+
+def _drain(signum, frame):
+    global _told
+    _told = True
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def told_to_drain():
+    """Whether a scheduler has told this main process to end in order."""
+    return _told
 
 
 def _end_tree(signum, frame):
@@ -87,9 +103,9 @@ def end(reason):
 
 
 def drain():
-    """Asks main to finish open requests and to end its processes, as SGLang does on SIGTERM."""
+    """Tells main to finish open requests and to end its processes, as SGLang does on SIGTERM."""
     try:
-        os.kill(main_pid() or os.getpid(), signal.SIGTERM)
+        os.kill(main_pid() or os.getpid(), int(os.environ.get(DRAIN, signal.SIGTERM)))
     except ProcessLookupError:
         pass
 

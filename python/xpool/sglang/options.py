@@ -9,7 +9,7 @@ from collections import namedtuple
 
 from xpool.config import XpoolConfig
 from xpool.native import XpoolError
-from xpool.sglang import adapters, interrupt, patch, tokens
+from xpool.sglang import adapters, interrupt, patch, stop, tokens
 
 # (argument, allowed values, why another one is refused)
 _FFN = "the FFN is computed by the FfnAgents"
@@ -157,6 +157,7 @@ def _check(original, arguments):
     except XpoolError as error:
         # Nothing is spawned yet: an ordinary end of the program, with the reason.
         raise SystemExit(f"xpool: {error}") from None
+    stop.hook()
     interrupt.hook()  # SGLang's engine is imported by now; no sooner, see plugin.py
     tokens.hook()
     return original(arguments)

@@ -611,6 +611,22 @@ static void test_failure_in_a_call(void **state)
     expect_failed(f, &caller, "FfnAgent cpu:1: its process (pid 4) died");
 }
 
+/* Its arena is in use: another one would take it from the call. */
+static void test_admitted_twice(void **state)
+{
+    fixture_t *f = *state;
+    caller_t caller;
+    open_rank(f);
+    caller_start(f, &caller);
+    xpw_Envelope again = {.which_body = xpw_Envelope_admitted_tag};
+    again.body.admitted = (xpw_Admitted){.generation = 1,
+                                         .hidden = FAKE_HIDDEN,
+                                         .max_rows = FAKE_MAX_ROWS,
+                                         .dp_size = f->fake.dp_size};
+    fake_order(&f->fake, &again);
+    expect_failed(f, &caller, "a second Admitted");
+}
+
 /* The arena may be closed before the daemon's words have come. */
 static void test_failure_seen_in_the_arena_first(void **state)
 {
@@ -724,6 +740,7 @@ int main(void)
         TEST(test_cannot_record, setup),
         TEST(test_not_executable, setup),
         TEST(test_failure_in_a_call, setup),
+        TEST(test_admitted_twice, setup),
         TEST(test_failure_seen_in_the_arena_first, setup),
         TEST(test_daemon_dies, setup),
         TEST(test_no_answer, setup),

@@ -40,12 +40,9 @@ static inline void say(int fd, const xpw_Envelope *envelope, const int *fds, uin
     assert_int_equal(wire_send(fd, envelope, fds, count), XP_OK);
 }
 
-/* A connection whose Hello has been said. */
-static inline int daemon_hello(const config_t *config, xpw_Role role, const char *name,
-                               uint32_t rank, bool library)
+static inline void say_hello(int fd, const config_t *config, xpw_Role role, const char *name,
+                             uint32_t rank, bool library)
 {
-    int fd;
-    assert_int_equal(wire_connect(config->daemon.socket, &fd), XP_OK);
     xpw_Envelope envelope = {.which_body = xpw_Envelope_hello_tag};
     xpw_Hello *hello = &envelope.body.hello;
     hello->abi = WIRE_ABI;
@@ -56,6 +53,15 @@ static inline int daemon_hello(const config_t *config, xpw_Role role, const char
     hello->library = library;
     memcpy(hello->digest, config->digest, sizeof(hello->digest));
     say(fd, &envelope, NULL, 0);
+}
+
+/* A connection whose Hello has been said. */
+static inline int daemon_hello(const config_t *config, xpw_Role role, const char *name,
+                               uint32_t rank, bool library)
+{
+    int fd;
+    assert_int_equal(wire_connect(config->daemon.socket, &fd), XP_OK);
+    say_hello(fd, config, role, name, rank, library);
     return fd;
 }
 #endif

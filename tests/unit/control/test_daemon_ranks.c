@@ -585,6 +585,56 @@ static void workloads_that_differ_are_refused_by_name(void **state)
     assert_int_equal(finish(&f), 0);
 }
 
+/* A connection of a process that has ended: the daemon gets no pidfd of it. */
+static int connect_as_nobody(const fixture_t *f)
+{
+    int pair[2];
+    wire_descriptors_t fds = {0};
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        int fd;
+        xpw_Envelope envelope = {.which_body = xpw_Envelope_attached_tag};
+        _exit(wire_connect(f->config->daemon.socket, &fd) == XP_OK &&
+                      wire_send(pair[1], &envelope, &fd, 1) == XP_OK
+                  ? 0
+                  : 1);
+    }
+    assert_int_equal(waitpid(child, NULL, 0), child);
+    expect_with(pair[0], xpw_Envelope_attached_tag, &fds);
+    assert_int_equal(fds.count, 1);
+    close(pair[0]);
+    close(pair[1]);
+    return wire_descriptors_take(&fds, 0);
+}
+
+/* Its KV memory would be counted as free while it holds it. */
+static void who_cannot_be_watched_is_refused(void **state)
+{
+    (void)state;
+    for (int library = 0; library < 2; library++) {
+        fixture_t f;
+        start(&f, library ? "engine = 'sglang'\n" : "");
+        int fd = connect_as_nobody(&f);
+        say_hello(fd, f.config, xpw_Role_ROLE_INSTANCE, "m", 0, library);
+        if (library) {
+            xpw_Envelope envelope = workload(&f, 1, 1);
+            say(fd, &envelope, NULL, 0);
+        }
+        expect_refused(fd, "nobody would know when its KV memory is free");
+        /* The place is free for another one. */
+        fd = connect_as(&f, xpw_Role_ROLE_INSTANCE, "m", 0, library);
+        if (library) {
+            xpw_Envelope envelope = workload(&f, 1, 1);
+            say(fd, &envelope, NULL, 0);
+        }
+        expect(fd, xpw_Envelope_admitted_tag);
+        close(fd);
+        send_down(&f);
+        assert_int_equal(finish(&f), 0);
+    }
+}
+
 /* In tokens, of the KV Capacity Groups of model m. */
 static uint32_t floors(const fixture_t *f, uint32_t *floors_out)
 {
@@ -670,6 +720,7 @@ int main(void)
         cmocka_unit_test(workloads_that_differ_are_refused_by_name),
         cmocka_unit_test(the_dp_ranks_of_a_model_are_set_together_or_not_at_all),
         cmocka_unit_test(another_engine_cannot_be_the_native_one),
+        cmocka_unit_test(who_cannot_be_watched_is_refused),
     };
     unsetenv("XPOOL_UNDER_UP");
     signal(SIGPIPE, SIG_IGN);

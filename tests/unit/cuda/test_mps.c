@@ -411,6 +411,54 @@ static void test_overlap(void **state)
     assert_true(mps_devices_overlap("GPU-aa", "0")); /* who knows */
 }
 
+/* What the line `name` of a process's status says. */
+static uint64_t signals_of(pid_t pid, const char *name)
+{
+    char path[64], line[256];
+    unsigned long long found = UINT64_MAX;
+    snprintf(path, sizeof(path), "/proc/%d/status", pid);
+    FILE *file = fopen(path, "r");
+    assert_non_null(file);
+    while (fgets(line, sizeof(line), file))
+        if (!strncmp(line, name, strlen(name)))
+            found = strtoull(line + strlen(name) + 1, NULL, 16);
+    fclose(file);
+    return found;
+}
+
+/* The daemon starts it before it can act on signals, its watching thread asks with all of them
+ * blocked: none of that is handed on. */
+static void test_signals(void **state)
+{
+    mps_t *mps;
+    sigset_t all, before;
+    char output[MPS_OUTPUT_MAX];
+    const char *environment[] = {"PATH=/usr/bin:/bin", NULL};
+    struct sigaction ignored = {.sa_handler = SIG_IGN}, former;
+    sigfillset(&all);
+    assert_int_equal(sigaction(SIGPIPE, &ignored, &former), 0);
+    assert_int_equal(sigprocmask(SIG_SETMASK, &all, &before), 0);
+    start(&mps);
+    xp_status_t status =
+        mps_program_run("/bin/sh", environment, "grep -E 'SigBlk|SigIgn' /proc/self/status\n",
+                        XP_NS_PER_S * 5, output);
+    assert_int_equal(sigprocmask(SIG_SETMASK, &before, NULL), 0);
+    assert_int_equal(sigaction(SIGPIPE, &former, NULL), 0);
+    assert_int_equal(signals_of(mps_pid(mps), "SigBlk"), 0);
+    assert_int_equal(signals_of(mps_pid(mps), "SigIgn") & 1ull << (SIGPIPE - 1), 0);
+    assert_int_equal(status, XP_OK);
+    assert_non_null(strstr(output, "SigBlk:\t0000000000000000"));
+    /* So an administrator's kill ends it. */
+    assert_int_equal(kill(mps_pid(mps), SIGTERM), 0);
+    const uint64_t until_ns = xp_monotonic_ns() + 10 * XP_NS_PER_S;
+    while (mps_check(mps) == XP_OK) {
+        assert_true(xp_monotonic_ns() < until_ns);
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    assert_int_equal(mps_stop(mps), XP_OK);
+    mps_destroy(mps);
+}
+
 static void test_run_limits(void **state)
 {
     char output[MPS_OUTPUT_MAX];
@@ -461,7 +509,7 @@ int main(int argc, char **argv)
         TEST(test_life),           TEST(test_no_program),    TEST(test_root),
         TEST(test_does_not_start), TEST(test_does_not_quit), TEST(test_next_daemon),
         TEST(test_killed),         TEST(test_foreign),       TEST(test_overlap),
-        TEST(test_run_limits),
+        TEST(test_run_limits),     TEST(test_signals),
     };
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     char remove_all[PATH_MAX];

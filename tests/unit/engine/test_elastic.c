@@ -711,6 +711,68 @@ static void a_grant_without_memory_completes_with_less(void **state)
     close_elastic();
 }
 
+/* It waits for the machine's memory a few seconds, not until its time limit; one that has not begun
+ * has the queue's. */
+static void a_lone_decode_ends_when_the_machine_has_no_memory(void **state)
+{
+    (void)state;
+    int32_t ids[40];
+    engine_config_t config = elastic_config(TALES, 3, 40, true);
+    config.kv_room_bytes = room_left;
+    config.request_timeout_ns = 600 * XP_NS_PER_S;
+    config.queue_timeout_ns = 60 * XP_NS_PER_S;
+    room = UINT64_MAX;
+    open_elastic(&config);
+    for (uint32_t i = 0; i < 40; i++)
+        ids[i] = (int32_t)(5 + i);
+    engine_sampling_t sampling = greedy(30);
+    outcome_t *outcome = submit(ids, 40, &sampling);
+    run_dry();
+    assert_int_equal(report().demand_kind, KV_DEMAND_DECODE);
+    /* A grant that comes after some tries: it goes on. */
+    for (uint32_t round = 0; round < 2; round++) {
+        room = 1 << 20;
+        for (uint32_t n = 0; n < 4; n++) {
+            command(3 + round);
+            command(10);
+            run_dry();
+            atomic_fetch_add(&fixture->now_ns, XP_NS_PER_S);
+            run_dry();
+            assert_false(outcome->finished);
+        }
+        const uint32_t before = outcome->token_count;
+        room = UINT64_MAX;
+        command(4 + round);
+        run_dry();
+        assert_int_equal(outcome->token_count, before + (round ? 5 : 16));
+    }
+    assert_true(outcome->finished);
+    /* None comes. */
+    command(3);
+    run_dry();
+    outcome = submit(ids, 40, &sampling);
+    outcome_t *next = submit(ids, 40, &sampling);
+    run_dry();
+    atomic_fetch_add(&fixture->now_ns, 30 * XP_NS_PER_MS); /* it asks before it costs prefixes */
+    run_dry();
+    assert_int_equal(outcome->token_count, 9);
+    room = 1 << 20;
+    for (uint32_t n = 0; n < 5; n++) {
+        assert_false(outcome->finished);
+        command(10);
+        run_dry();
+        atomic_fetch_add(&fixture->now_ns, XP_NS_PER_S);
+        command(3);
+        run_dry();
+    }
+    assert_true(outcome->finished);
+    assert_int_equal(outcome->finish.finish, ENGINE_FINISH_ERROR);
+    assert_non_null(strstr(outcome->finish.error, "needs more KV Cache than there is memory for"));
+    assert_non_null(strstr(outcome->finish.error, "memory_bytes"));
+    assert_false(next->finished);
+    close_elastic();
+}
+
 static void the_wrong_geometry_is_told(void **state)
 {
     (void)state;
@@ -769,6 +831,7 @@ int main(void)
         cmocka_unit_test(what_lies_below_keeps_its_hits),
         cmocka_unit_test(what_can_never_fit_is_refused),
         cmocka_unit_test(a_grant_without_memory_completes_with_less),
+        cmocka_unit_test(a_lone_decode_ends_when_the_machine_has_no_memory),
         cmocka_unit_test(the_wrong_geometry_is_told),
         cmocka_unit_test(a_sleeping_engine_hears_the_bell),
     };

@@ -41,7 +41,6 @@ static const unsigned char code[1];
 IMAGE(transport_cuda_kernels)
 IMAGE(stage_kernels)
 IMAGE(stage_scheduler)
-IMAGE(stage_scheduler_marked)
 IMAGE(stage_relay)
 
 /* ---- kernels -------------------------------------------------------------------------------- */
@@ -337,8 +336,6 @@ static void plan_make(uint32_t delivery, uint32_t tp, uint32_t dp, uint32_t grou
         instance->layer_group[layer] = group;
 }
 
-static uint32_t marked_rows; /* that FfnAgents and clients are made with */
-
 /* The stream made last, or `back` before it: the driver takes the first free ones in order. */
 static int new_stream(const bool *before, int back)
 {
@@ -355,8 +352,7 @@ static xp_status_t make_ffn(uint32_t f)
                                  .ffn = f,
                                  .life = &life,
                                  .heap = heaps[1 + f],
-                                 .kept = kept_stages[f],
-                                 .marked_rows = marked_rows};
+                                 .kept = kept_stages[f]};
     bool before[FAKE_OBJECTS];
     for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++)
         kept_stages[f][i] = i == 0 ? kept[f] : -1;
@@ -441,8 +437,7 @@ static xp_status_t make_clients(void)
                                         .rank = r,
                                         .path = path,
                                         .life = &life,
-                                        .limit_ns = 20,
-                                        .marked_rows = marked_rows};
+                                        .limit_ns = 20};
         XP_TRY(stage_client_create(&config, &client[r]));
     }
     return XP_OK;

@@ -31,9 +31,8 @@ typedef struct rig_arena {
 #define RIG_PARTIAL 12288u
 
 typedef struct rig_stage {
-    _Alignas(4096) char bytes[4096 + RIG_TOTAL * RIG_HIDDEN * 2 + RIG_ROWS * RIG_HIDDEN * 4];
+    _Alignas(4096) char bytes[4096 + RIG_TOTAL * RIG_HIDDEN * 2];
 } rig_stage_t;
-#define RIG_MARKED (4096u + RIG_TOTAL * RIG_HIDDEN * 2)
 typedef struct rig_partials {
     _Alignas(4096) char bytes[4096 + RIG_FFN * RIG_TOTAL * RIG_HIDDEN * 4];
 } rig_partials_t;
@@ -206,10 +205,6 @@ static inline void rig_describe(rig_t *rig, uint32_t f, uint32_t i)
     about->output_offset = RIG_OUTPUT;
     about->partial_offset = RIG_PARTIAL;
     about->partial_bytes = 4096;
-    /* The arena's marked area is its input area. */
-    about->marked = (uintptr_t)ffn->stage[i] + RIG_MARKED;
-    about->marked_offset = RIG_INPUT;
-    about->marked_rows = RIG_ROWS;
 }
 
 /* Shapes are in rig->instance[]. dispatch: a runtime executes, else the echo. */
@@ -274,7 +269,6 @@ static inline void rig_order(rig_t *rig, uint32_t f, uint32_t i, uint32_t state)
     stage_instance_t *described = &ffn->table->instance[i];
     if (state == TRANSPORT_SLOT_ATTACHED) {
         memset(ffn->stage[i], 0, 4096);
-        memset(ffn->stage[i]->bytes + RIG_MARKED, 0, sizeof(rig_stage_t) - RIG_MARKED);
         memset(ffn->partials[i], 0, 4096);
         for (uint32_t r = 0; r < rig_ranks(&rig->instance[i]); r++)
             described->about.arenas[r] = (uintptr_t)rig->instance[i].rank[r].arena;
@@ -385,65 +379,5 @@ static inline uint64_t rig_take(rig_t *rig, uint32_t i, uint32_t r)
     }
     transport_device_take(&rank->state);
     return wrong;
-}
-
-/* ---- the marked way: an Instance of one rank and one member --------------------------------- */
-/* Announces `rows` rows and stores the first `words` pairs of their words (all: more than there
- * are), in an order that `pass` picks. Returns 0 where this put may not go this way. */
-static inline int rig_put_marked(rig_t *rig, uint32_t i, uint32_t layer, uint32_t rows,
-                                 uint64_t pass, uint32_t words)
-{
-    rig_rank_t *rank = &rig->instance[i].rank[0];
-    rig_ffn_t *ffn = &rig->ffn[__builtin_ctz(rig->instance[i].group[layer])];
-    stage_page_t *page = (stage_page_t *)ffn->stage[i];
-    const stage_put_t put = {.layer = layer, .captured = RIG_ROWS, .dp_size = 1};
-    transport_device_state_t state = rank->state;
-    stage_line_t line;
-    rank->live.rows = rows;
-    rank->layer = layer;
-    if (!stage_device_put_line(&put, &state, &rank->live, &line))
-        return 0;
-    const uint64_t brief = stage_brief_make(&line);
-    if (!stage_marked_allowed(line.sequence, brief, rows, RIG_ROWS))
-        return 0;
-    rank->state = state;
-    const uint32_t pairs = rows * RIG_HIDDEN / STAGE_MARKED_ELEMENTS;
-    stage_marked_t *to = (stage_marked_t *)(ffn->stage[i]->bytes + RIG_MARKED);
-    if (pass % 3)
-        stage_marked_announce(&page->lines[0], brief);
-    for (uint32_t n = 0; n < pairs && n < words; n++) {
-        const uint32_t at = pass % 2 ? pairs - 1 - n : n;
-        uint32_t two[2];
-        for (uint32_t e = 0; e < STAGE_MARKED_ELEMENTS; e++)
-            rank->in[at * STAGE_MARKED_ELEMENTS + e] =
-                rig_input(i, 0, pass, at * STAGE_MARKED_ELEMENTS + e);
-        memcpy(two, &rank->in[at * STAGE_MARKED_ELEMENTS], sizeof(two));
-        stage_marked_store(&to[at], two[0], two[1], (uint32_t)line.sequence);
-    }
-    if (pass % 3 == 0)
-        stage_marked_announce(&page->lines[0], brief);
-    return 1;
-}
-
-/* One look for the answer; true when it is whole: then *wrong_out counts wrong elements. */
-static inline bool rig_take_marked(rig_t *rig, uint32_t i, uint64_t *wrong_out)
-{
-    rig_rank_t *rank = &rig->instance[i].rank[0];
-    const stage_marked_t *from = (const stage_marked_t *)(rank->arena->bytes + RIG_INPUT);
-    const uint32_t pairs = rank->state.rows * RIG_HIDDEN / STAGE_MARKED_ELEMENTS;
-    uint64_t wrong = 0;
-    for (uint32_t n = 0; n < pairs; n++) {
-        const stage_marked_t seen = stage_marked_read(&from[n]);
-        if (!stage_marked_is(seen, (uint32_t)rank->state.sequence))
-            return false;
-        for (uint32_t e = 0; e < STAGE_MARKED_ELEMENTS; e++) {
-            const uint16_t got = (uint16_t)(seen.word[e / 2] >> (e % 2 * 16));
-            const float x = stage_value(rank->in[n * STAGE_MARKED_ELEMENTS + e], FFN_CUDA_BF16);
-            wrong += got != stage_bits(x + (float)rank->layer, FFN_CUDA_BF16);
-        }
-    }
-    rank->state.phase = TRANSPORT_PHASE_IDLE;
-    *wrong_out = wrong;
-    return true;
 }
 #endif

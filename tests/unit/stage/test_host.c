@@ -202,86 +202,6 @@ static void test_failures(void **state)
     assert_int_equal(stage_ffn_look(ffn[0], SOON, &dropped), XP_CLOSED);
 }
 
-/* One layer by the marked way, through the client's own addresses. */
-static void pass_marked(uint32_t layer, uint32_t rows)
-{
-    stage_put_t put;
-    stage_marked_way_t way;
-    transport_cuda_parts_t parts;
-    stage_line_t line = {0};
-    uint32_t direct;
-    uint64_t dropped;
-    transport_live_t live = {.rows = rows};
-    ok(stage_client_describe(client[0], layer, ROWS, &put, &direct, &parts));
-    stage_client_marked(client[0], &way);
-    transport_device_state_t *one = (transport_device_state_t *)(uintptr_t)parts.state;
-    assert_int_equal(way.rows, 2);
-    assert_int_equal(stage_device_put_line(&put, one, &live, &line), 1);
-    assert_true(stage_marked_allowed(line.sequence, stage_brief_make(&line), rows, way.rows));
-    stage_marked_announce((stage_line_t *)(uintptr_t)put.targets[0].line, stage_brief_make(&line));
-    const uint32_t pairs = rows * HIDDEN / STAGE_MARKED_ELEMENTS, mark = (uint32_t)line.sequence;
-    for (uint32_t i = 0; i < pairs; i++)
-        stage_marked_store((stage_marked_t *)(uintptr_t)way.to + i,
-                           0x00003f80u + (uint32_t)(i % 2 << 23), 0x40003f80u, mark);
-    ok(stage_ffn_look(ffn[0], SOON, &dropped)); /* the scheduler has its turns */
-    assert_int_equal(dropped, 0);
-    const float add = (float)layer;
-    for (uint32_t i = 0; i < pairs; i++) {
-        const stage_marked_t seen =
-            stage_marked_read((const stage_marked_t *)(uintptr_t)way.answer + i);
-        assert_true(stage_marked_is(seen, mark));
-        assert_int_equal((uint16_t)seen.word[0], stage_bits(1.0f + add, FFN_CUDA_BF16));
-        assert_int_equal((uint16_t)(seen.word[1] >> 16), stage_bits(2.0f + add, FFN_CUDA_BF16));
-    }
-    one->phase = TRANSPORT_PHASE_IDLE;
-}
-
-static void test_marked_way(void **state)
-{
-    int fd;
-    stage_marked_way_t way;
-    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 1);
-    marked_rows = 2;
-    ok(make_all());
-    for (uint32_t n = 0; n < 3; n++) {
-        pass_marked(n, n);
-        pass(n, (const uint32_t[]){3 + n}, n % 2); /* more rows than it takes: the plain way */
-    }
-    /* A successor of the same sequences meets nothing of it. */
-    ok(stage_ffn_detach(ffn[0], 0, SOON));
-    stage_client_destroy(client[0]);
-    client[0] = NULL;
-    ok(make_clients());
-    ok(attach_ffns());
-    ok(open_stages());
-    pass_marked(1, 2);
-    /* Who was made for another number of rows. */
-    stage_client_destroy(client[0]);
-    client[0] = NULL;
-    ok(stage_ffn_detach(ffn[0], 0, SOON));
-    marked_rows = 1;
-    ok(make_clients());
-    stage_client_marked(client[0], &way);
-    assert_int_equal(way.rows, 0); /* not open yet */
-    ok(stage_ffn_export(ffn[0], 0, &fd));
-    assert_int_equal(stage_client_open(client[0], 0, fd), XP_PEER);
-    says("2 marked rows, expected were 1");
-    close(fd);
-    destroy_all();
-    /* Several ranks or members have no such way. */
-    marked_rows = 2;
-    plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 3);
-    ok(make_all());
-    stage_client_marked(client[0], &way);
-    assert_int_equal(way.rows, 0);
-    pass(1, (const uint32_t[]){2}, true);
-    destroy_all();
-    const stage_ffn_config_t executes = {
-        .device = &device, .plan = &plan, .life = &life, .dispatch = 4096, .marked_rows = 1};
-    assert_int_equal(stage_ffn_create(&executes, &ffn[0]), XP_UNSUPPORTED);
-    marked_rows = 0;
-}
-
 static void test_time_limit(void **state)
 {
     plan_make(FABRIC_DELIVERY_SINGLE_COMPLETE, 1, 1, 1);
@@ -406,10 +326,16 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
-        TEST(test_deliveries),  TEST(test_successor),           TEST(test_refusals),
-        TEST(test_whose_stage), TEST(test_partials_are_needed), TEST(test_failures),
-        TEST(test_marked_way),  TEST(test_time_limit),          TEST(test_sizes),
-        TEST(test_ladders),     TEST(test_heap_refusals),
+        TEST(test_deliveries),
+        TEST(test_successor),
+        TEST(test_refusals),
+        TEST(test_whose_stage),
+        TEST(test_partials_are_needed),
+        TEST(test_failures),
+        TEST(test_time_limit),
+        TEST(test_sizes),
+        TEST(test_ladders),
+        TEST(test_heap_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
