@@ -48,6 +48,7 @@ enum {
     ORDER_EXPORT_PARTIALS,
     ORDER_IMPORT,
     ORDER_START,
+    ORDER_HAND, /* an arena of the ATTACH that comes; of several ranks, in their order */
     ORDER_ATTACH,
     ORDER_DETACH,
     ORDER_LOOK,
