@@ -17,6 +17,9 @@ tokens say something.
     tensor   attention on cuda:0, two FfnAgents (cuda:0 shares its roles, cuda:1), each with half of every
              expert
     relay    as one, rows by way of the AtnAgent
+    mesh     two AtnAgents, two FfnAgents, both roles on each GPU (all under MPS); Instances on both, each
+             with half of every expert on each
+    mesh-relay  the same, rows by way of the two AtnAgents
     kill     as one; one Instance is killed in the middle, the others go on unharmed
     reform   as one; while all four decode, eagerly and then by replaying graphs, the FfnAgent gets SIGKILL, and
              then the AtnAgent. Agents are started again, the weights taken over without reading. The Instances
@@ -28,7 +31,7 @@ tokens say something.
              started anew
     nvshmem, nvshmem-mesh (two of each role, shared GPUs), nvshmem-far: over NVSHMEM; run only when they are named
 
-`--rehearse` runs the scenes `one` and `reform` on CPU devices, without graphs: it tries everything of this script but
+`--rehearse` runs the scenes `one`, `mesh` and `reform` on CPU devices, without graphs: it tries everything of this script but
 the GPU. What the interpreter needs: torch, transformers, cffi. Exit code 77: no GPUs here.
 """
 
@@ -60,6 +63,10 @@ SCENES = {
     "one": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1),
     "tensor": dict(atn=["cuda:0"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True),
     "relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay"),
+    "mesh": dict(atn=["cuda:0", "cuda:1"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True),
+    "mesh-relay": dict(
+        atn=["cuda:0", "cuda:1"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True, provider="p2p-relay"
+    ),
     "kill": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, kill="qwen3"),
     "reform": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120),
     "reform-relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120, provider="p2p-relay"),
@@ -733,7 +740,8 @@ def main():
         return 0
     scenes = {name: (SCENES | HEAP_SCENES)[name] for name in arguments.scene or SCENES}
     if arguments.rehearse:
-        scenes, arguments.tokens = {"one": REHEARSAL, "reform": dict(REHEARSAL, reform=60)}, 12
+        mesh = dict(atn=["cpu:0", "cpu:1"], ffn=["cpu:2", "cpu:3"], tp=2)
+        scenes, arguments.tokens = {"one": REHEARSAL, "mesh": mesh, "reform": dict(REHEARSAL, reform=60)}, 12
         scenes = {name: scene for name, scene in scenes.items() if name in (arguments.scene or scenes)}
     else:
         told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True, timeout=120)
