@@ -9,6 +9,8 @@
  * Without arguments all but `bulk`, which measures only, and `plan`, which needs no GPU: it prints
  * what the models of real size take.
  */
+#include <fcntl.h>
+#include <glob.h>
 #include <math.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -22,6 +24,7 @@
 #include "ffn_scheduler.h"
 #include "kernels/kernels.h"
 #include "model/synth.h"
+#include "samples.h"
 
 CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 
@@ -531,11 +534,22 @@ static int compare_samples(const void *a, const void *b)
     return left < right ? -1 : left > right;
 }
 
+/* floor NAN, target NULL: none. */
+static void print_judged(const char *metric, double value, const char *unit, double floor,
+                         const char *target, const char *note)
+{
+    char floor_text[32] = "null";
+    if (!isnan(floor))
+        snprintf(floor_text, sizeof(floor_text), "%.4f", floor);
+    printf("{\"metric\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": %s, \"peer\": "
+           "null, \"target\": %s%s%s, \"note\": \"%s\"}\n",
+           metric, value, unit, floor_text, target ? "\"" : "", target ? target : "null",
+           target ? "\"" : "", note);
+}
+
 static void print_row(const char *metric, double value, const char *unit, const char *note)
 {
-    printf("{\"metric\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": null, \"peer\": "
-           "null, \"target\": null, \"note\": \"%s\"}\n",
-           metric, value, unit, note);
+    print_judged(metric, value, unit, NAN, NULL, note);
 }
 
 /* P50 and P99 of a slot's last order. */
@@ -549,6 +563,7 @@ static void print_samples(const scene_t *scene, uint32_t slot, uint32_t count, c
     qsort(samples, count, sizeof(samples[0]), compare_samples);
     snprintf(name, sizeof(name), "%s.p50_us", metric);
     print_row(name, samples[count / 2] / 1e3, "us", note);
+    samples_keep(metric, samples, count);
     snprintf(name, sizeof(name), "%s.p99_us", metric);
     print_row(name, samples[count - 1 - count / 100] / 1e3, "us", note);
 }
@@ -620,7 +635,8 @@ static void mixed_run(scene_t *scene, uint32_t decode, uint32_t bulk)
              MOST_ROWS, real_models[bulk].name, chunks, seconds);
     print_samples(scene, 0, DECODE_COUNT, metric, note);
     scene_wait(scene, 1);
-    print_samples(scene, 1, prefill.count, "ffn.runtime.bulk", note);
+    snprintf(metric, sizeof(metric), "ffn.runtime.bulk_beside_%s", real_models[decode].name);
+    print_samples(scene, 1, prefill.count, metric, note);
 }
 
 static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
@@ -635,6 +651,7 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
         CHECK_OK(ffn_cuda_runtime_export(scene.runtime, m, &kept[m]));
     }
     scene_start(&scene);
+    const uint32_t cases_before = cases, failed_before = failed;
     for (uint32_t m = 0; check && m < REAL_MODELS; m++)
         for (uint32_t layer = 0; layer < 2; layer++) {
             real_check(&scene, pool, m, layer, 1, true);
@@ -657,6 +674,13 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
         real_check(&scene, pool, 0, 1, 1, true);
         real_check(&scene, pool, 3, 1, 5, true);
         scene_close(&scene);
+        char note[240];
+        snprintf(note, sizeof(note),
+                 "%u cases: %s, %s, %s and %s together, 6 layers each, dummy weights, up to %u "
+                 "rows; sampled rows against a reference in FP32",
+                 cases - cases_before, real_models[0].name, real_models[1].name,
+                 real_models[2].name, real_models[3].name, MOST_ROWS);
+        print_judged("ffn.runtime.real_wrong", failed - failed_before, "rows", NAN, "0", note);
     }
     for (uint32_t m = 0; m < REAL_MODELS; m++)
         for (uint32_t b = 0; b < kept[m].count; b++)
@@ -753,10 +777,76 @@ static void test_bulk(ffn_kit_t *kit)
 
 /* ---- loading ---------------------------------------------------------------------------------
  */
+/* What the bus does alone: one pinned buffer, copied again and again. GB/s. */
+static double bus_rate(ffn_kit_t *kit)
+{
+    enum { COPIES = 32 };
+    const uint64_t bytes = 64u << 20;
+    void *pinned;
+    cuda_address_t to = ffn_kit_alloc(kit, bytes);
+    CHECK_OK(cuda_host_alloc(&kit->device, bytes, &pinned));
+    memset(pinned, 1, bytes);
+    for (uint32_t i = 0; i <= COPIES; i++) {
+        if (i == 1)
+            CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->start, kit->stream));
+        CHECK_OK(CUDA_CALL(kit->device.driver, cuMemcpyHtoDAsync, to, pinned, bytes, kit->stream));
+    }
+    CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->end, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    const double rate = (double)bytes * COPIES / (ffn_kit_elapsed(kit) * 1e6);
+    cuda_host_free(&kit->device, pinned);
+    ffn_kit_free(kit, to);
+    return rate;
+}
+
+/* What the files give alone, read in pieces of the loader's size by as many readers. */
+typedef struct file_read {
+    glob_t files;
+    uint64_t bytes; /* of all files */
+} file_read_t;
+
+static void file_run(void *context, uint32_t member, uint32_t members)
+{
+    enum { PIECE = 8 << 20 };
+    file_read_t *all = context;
+    char *buffer = malloc(PIECE);
+    CHECK(buffer);
+    memset(buffer, 0, PIECE);
+    for (size_t f = 0, turn = 0; f < all->files.gl_pathc; f++) {
+        struct stat about;
+        const int fd = open(all->files.gl_pathv[f], O_RDONLY | O_CLOEXEC);
+        CHECK(fd >= 0 && fstat(fd, &about) == 0);
+        for (off_t at = 0; at < about.st_size; at += PIECE, turn++)
+            if (turn % members == member) {
+                const ssize_t got = pread(fd, buffer, PIECE, at);
+                CHECK(got > 0);
+                __atomic_fetch_add(&all->bytes, (uint64_t)got, __ATOMIC_RELAXED);
+            }
+        close(fd);
+    }
+    free(buffer);
+}
+
+static double file_rate(const char *path, uint32_t readers)
+{
+    char pattern[600];
+    file_read_t all = {0};
+    xp_pool_t *pool;
+    snprintf(pattern, sizeof(pattern), "%s/*.safetensors", path);
+    CHECK(glob(pattern, 0, NULL, &all.files) == 0);
+    CHECK_OK(xp_pool_create(readers, NULL, 0, &pool));
+    const uint64_t start = xp_monotonic_ns();
+    xp_pool_run(pool, file_run, &all);
+    const double rate = (double)all.bytes / (double)(xp_monotonic_ns() - start);
+    xp_pool_destroy(pool);
+    globfree(&all.files);
+    return rate;
+}
+
 static void test_load(ffn_kit_t *kit)
 {
     synth_options_t options;
-    char path[512], note[128];
+    char path[512], note[240];
     model_synth_defaults(MODEL_ARCH_QWEN3_MOE, &options);
     options.layers = 4;
     options.hidden = 2048;
@@ -768,6 +858,8 @@ static void test_load(ffn_kit_t *kit)
     options.force = true;
     snprintf(path, sizeof(path), "%s/load", folder);
     CHECK_OK(model_synth_write(&options, path));
+    const double bus = bus_rate(kit);
+    print_row("ffn.load.bus_gb_per_s", bus, "GB/s", "pinned copies of 64 MiB, one after the other");
     for (uint32_t readers = 1; readers <= READERS; readers *= 2) {
         ffn_cuda_runtime_t *runtime;
         ffn_cuda_load_report_t report;
@@ -780,10 +872,14 @@ static void test_load(ffn_kit_t *kit)
                                        .readers = readers};
         CHECK_OK(ffn_cuda_runtime_create(&config, &runtime));
         CHECK_OK(ffn_cuda_runtime_install(runtime, &install, NULL, &report));
-        snprintf(note, sizeof(note), "%.2f GB from cached files, %u readers",
-                 (double)report.read / 1e9, readers);
-        print_row(readers == READERS ? "ffn.load.gb_per_s" : "ffn.load.fewer.gb_per_s",
-                  (double)report.read / (double)report.took_ns, "GB/s", note);
+        char metric[64] = "ffn.load.gb_per_s";
+        if (readers < READERS)
+            snprintf(metric, sizeof(metric), "ffn.load.%ureaders.gb_per_s", readers);
+        snprintf(note, sizeof(note),
+                 "%.2f GB from cached files, %u readers; floor: the bus alone; the files alone, by "
+                 "as many readers: %.1f GB/s",
+                 (double)report.read / 1e9, readers, file_rate(path, readers));
+        print_judged(metric, (double)report.read / (double)report.took_ns, "GB/s", bus, NULL, note);
         ffn_cuda_runtime_destroy(runtime);
     }
 }

@@ -402,6 +402,7 @@ static void row(const char *name, answer_t answer, double value, const char *uni
              answer.times.p50_us, answer.times.p99_us, answer.times.max_us,
              (unsigned long long)answer.done, (unsigned long long)answer.wrong);
     kit_row(metric, value, unit, floor, target, note);
+    kit_samples(&answer.times, metric);
     CHECK(answer.wrong == 0);
 }
 
@@ -434,6 +435,10 @@ static void measure_rows(uint32_t instance, const char *way, const uint32_t *row
                  "(times: a replay / %d, the slowest rank's)",
                  LAYERS, rows[i], WIDTH, fabric_plan_ranks(&plan.instances[instance]), LAYERS);
         row(name, answer, answer.times.p50_us, "us", hop_floor.p50_us, NULL, what);
+        char p99[120];
+        snprintf(p99, sizeof(p99), "hop.cuda.nvshmem%s.%s.graph_layer_%urows_p99_us",
+                 far_now ? "_far" : "", way, rows[i]);
+        kit_row(p99, answer.times.p99_us, "us", -1, NULL, "P99 of the row before");
     }
 }
 
