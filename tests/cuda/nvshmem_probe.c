@@ -538,11 +538,13 @@ static void measure_compute(void)
     variant_now = 0;
     instance_up(INSTANCE_A);
     answer_t before = counters_of(&ffns[0]);
-    answer_t trips = all_ranks(INSTANCE_A, (order_t){ORDER_TRIPS, 0, 0, 1, 20000});
+    answer_t trips = all_ranks(INSTANCE_A, (order_t){ORDER_TRIPS, 0, 1, 1, 20000});
     answer_t after = counters_of(&ffns[0]);
     hop_floor.compute_us = hop_compute_us(&before, &after);
     row("echo_row_us", trips, hop_floor.compute_us, "us", -1, NULL,
         "what stands for the execution in round trips: mean of the echo of 1 row of 2048 BF16");
+    hop_split_rows(far_now ? "nvshmem_far" : "nvshmem", HOP_RELAYED, &before, &trips, &after, 1,
+                   &hop_floor);
     instance_down(INSTANCE_A);
     scene_down();
 }

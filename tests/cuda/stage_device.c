@@ -377,12 +377,9 @@ static void part_direct(uint32_t thousands)
     scene_down();
 }
 
-/* Where the time of a round trip goes. The clocks of two GPUs cannot be compared, so both hops are
- * one row: what the Instance waits, less what the scheduler spends. */
-static void measure_split(agent_t *client, uint32_t rows)
+/* Where the time of a round trip goes. */
+static void measure_split(agent_t *client, const char *way, const char *between, uint32_t rows)
 {
-    static const char *const parts[] = {"put",  "hops",   "scheduler", "echo",
-                                        "take", "answer", "longest"};
     const uint32_t count = 20000;
     answer_t before = ask(&ffns[0], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
     CHECK_OK(before.status);
@@ -390,34 +387,7 @@ static void measure_split(agent_t *client, uint32_t rows)
     CHECK_OK(trips.status);
     answer_t after = ask(&ffns[0], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
     CHECK_OK(after.status);
-    double spent[9] = {0}, client_us[3], noted = (double)(after.values[4] - before.values[4]);
-    CHECK(noted > 0);
-    for (int i = 5; i < 8; i++)
-        spent[i] = (double)(after.values[i] - before.values[i]) / noted / 1e3;
-    for (int i = 0; i < 3; i++)
-        client_us[i] = (double)trips.values[i] / count / 1e3;
-    const double values[] = {client_us[0],
-                             client_us[1] - spent[5] - spent[6] - spent[7],
-                             spent[5],
-                             spent[6],
-                             client_us[2],
-                             spent[7],
-                             (double)after.values[8] / 1e3};
-    static const char *const notes[] = {
-        "first store of rows to line published",
-        "line published to line seen, and answer published to answer seen; both ways",
-        "line seen to rows begun",
-        "rows of the echo, as the scheduler sees it",
-        "answer seen to rows read and checked",
-        "rows written to word published (waits for the rows to arrive)",
-        "longest from line seen to word published, since the start"};
-    for (int i = 0; i < 7; i++) {
-        char metric[80], what[240];
-        snprintf(metric, sizeof(metric), "hop.cuda.direct.split.%s_%urows_us", parts[i], rows);
-        snprintf(what, sizeof(what), "mean of %u, %u rows of %d BF16: %s; whole round trip", count,
-                 rows, WIDTH, notes[i]);
-        row(metric, trips, values[i], "us", hop_floor.p50_us, NULL, what);
-    }
+    hop_split_rows(way, between, &before, &trips, &after, rows, &hop_floor);
 }
 
 /* Plain and marked rows between the same processes; the plain way of the production scheduler is
@@ -493,7 +463,7 @@ static void part_split(void)
     if (hop_floor.p50_us < 0)
         measure_floors(&client);
     for (int i = 0; i < 3; i++)
-        measure_split(&client, rows[i]);
+        measure_split(&client, "direct", "", rows[i]);
     client_down(&client, INSTANCE_A);
     scene_down();
     /* The choices that are defaults, against what they replaced. */
@@ -592,6 +562,14 @@ static void part_relay(uint32_t thousands)
                  (double)(after.values[3] - before.values[3]) / (BULKS + WARM) / 1e3);
     client_down(&bulk, INSTANCE_BULK);
     scene_down();
+    variant_now = VARIANT_NOTES;
+    scene_up(SCENE_ONE, true);
+    client = client_up(INSTANCE_A);
+    for (uint32_t rows = 1; rows <= 16; rows *= 4)
+        measure_split(&client, "relay", HOP_RELAYED, rows);
+    client_down(&client, INSTANCE_A);
+    scene_down();
+    variant_now = 0;
 }
 
 static void loop(agent_t *client)

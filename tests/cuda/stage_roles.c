@@ -124,6 +124,47 @@ void hop_rows(const char *way, const answer_t *trips, const hop_floor_t *floor,
     }
 }
 
+void hop_split_rows(const char *way, const char *between, const answer_t *before,
+                    const answer_t *trips, const answer_t *after, uint32_t rows,
+                    const hop_floor_t *floor)
+{
+    static const char *const parts[] = {"put",  "hops",   "scheduler", "echo",
+                                        "take", "answer", "longest"};
+    static const char *const notes[] = {
+        "first store of rows to line published",
+        "line published to line seen, and answer published to answer seen; both ways",
+        "line seen to rows begun",
+        "rows of the echo, as the scheduler sees it",
+        "answer seen to rows read and checked",
+        "rows written to word published (waits for the rows to arrive)",
+        "longest from line seen to word published, since the start"};
+    const double noted = (double)(after->values[4] - before->values[4]);
+    double spent[8] = {0}, client_us[3];
+    CHECK(noted > 0 && trips->done > 0);
+    for (int i = 5; i < 8; i++)
+        spent[i] = (double)(after->values[i] - before->values[i]) / noted / 1e3;
+    for (int i = 0; i < 3; i++)
+        client_us[i] = (double)trips->values[i] / (double)trips->done / 1e3;
+    const double values[] = {client_us[0],
+                             client_us[1] - spent[5] - spent[6] - spent[7],
+                             spent[5],
+                             spent[6],
+                             client_us[2],
+                             spent[7],
+                             (double)after->values[8] / 1e3};
+    for (int i = 0; i < 7; i++) {
+        char metric[96], note[400];
+        snprintf(metric, sizeof(metric), "hop.cuda.%s.split.%s_%urows_us", way, parts[i], rows);
+        snprintf(note, sizeof(note),
+                 "mean of %llu, %u rows of %d BF16: %s%s; whole round trip P50 %.3f, P99 %.3f us, "
+                 "%llu wrong",
+                 (unsigned long long)trips->done, rows, WIDTH, notes[i], i == 1 ? between : "",
+                 trips->times.p50_us, trips->times.p99_us, (unsigned long long)trips->wrong);
+        kit_row(metric, values[i], "us", floor->p50_us, NULL, note);
+    }
+    CHECK(trips->wrong == 0);
+}
+
 void hop_bulk_row(const char *way, const answer_t *bulk, double execute_us)
 {
     char metric[80], note[300];
