@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "base/pool.h"
+#include "ffn/cuda/library.h"
 #include "ffn/cuda_runtime.h"
 #include "ffn/dummy.h"
 #include "ffn/route.h"
@@ -35,6 +36,8 @@ CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 #define DECODE_COUNT 2000u
 
 static uint32_t few_rows; /* of the next scene */
+/* Of metrics: FfnAgents have cuBLASLt for dense bulk, "grouped" is without it. */
+static const char *family_of_rows = "ffn.runtime.grouped";
 static uint32_t cases, failed, compared, unfair;
 static double worst;
 
@@ -595,7 +598,7 @@ static void mixed_run(scene_t *scene, uint32_t decode, uint32_t bulk)
         scene_post(scene, 0, &order);
         scene_wait(scene, 0);
         CHECK_OK(ffn_cuda_runtime_stats(scene->runtime, &after));
-        snprintf(metric, sizeof(metric), "ffn.runtime.%s.%s", real_models[decode].name,
+        snprintf(metric, sizeof(metric), "%s.%s.%s", family_of_rows, real_models[decode].name,
                  resident ? "resident" : "host");
         snprintf(note, sizeof(note), "1 row, 6 layers in turn, post to done; %llu host launches",
                  (unsigned long long)(after.host_launches - before.host_launches));
@@ -630,12 +633,12 @@ static void mixed_run(scene_t *scene, uint32_t decode, uint32_t bulk)
         CHECK(ffn_cuda_runtime_health(scene->runtime) == XP_OK);
     }
     const double seconds = (double)(xp_monotonic_ns() - start) / 1e9;
-    snprintf(metric, sizeof(metric), "ffn.runtime.%s.beside_bulk", real_models[decode].name);
+    snprintf(metric, sizeof(metric), "%s.%s.beside_bulk", family_of_rows, real_models[decode].name);
     snprintf(note, sizeof(note), "1 row beside chunks of %u rows of %s; %u chunks in %.2f s",
              MOST_ROWS, real_models[bulk].name, chunks, seconds);
     print_samples(scene, 0, DECODE_COUNT, metric, note);
     scene_wait(scene, 1);
-    snprintf(metric, sizeof(metric), "ffn.runtime.bulk_beside_%s", real_models[decode].name);
+    snprintf(metric, sizeof(metric), "%s.bulk_beside_%s", family_of_rows, real_models[decode].name);
     print_samples(scene, 1, prefill.count, metric, note);
 }
 
@@ -644,6 +647,16 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
     xp_pool_t *pool;
     scene_t scene;
     ffn_cuda_weights_t kept[REAL_MODELS];
+    if (library) {
+        ffn_library_t *found;
+        if (ffn_library_open(&kit->kernels, &found) != XP_OK) {
+            printf("failed: cuBLASLt: %s\n", xp_error_last()->text);
+            failed++;
+            return;
+        }
+        ffn_library_close(found);
+    }
+    family_of_rows = library ? "ffn.runtime" : "ffn.runtime.grouped";
     CHECK_OK(xp_pool_create(xp_usable_cpus() < 16 ? xp_usable_cpus() : 16, NULL, 0, &pool));
     scene_open(kit, MOST_ROWS, 5120, true, library, &scene);
     for (uint32_t m = 0; m < REAL_MODELS; m++) {
@@ -674,13 +687,14 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
         real_check(&scene, pool, 0, 1, 1, true);
         real_check(&scene, pool, 3, 1, 5, true);
         scene_close(&scene);
-        char note[240];
+        char note[240], metric[64];
+        snprintf(metric, sizeof(metric), "%s.real_wrong", family_of_rows);
         snprintf(note, sizeof(note),
                  "%u cases: %s, %s, %s and %s together, 6 layers each, dummy weights, up to %u "
                  "rows; sampled rows against a reference in FP32",
                  cases - cases_before, real_models[0].name, real_models[1].name,
                  real_models[2].name, real_models[3].name, MOST_ROWS);
-        print_judged("ffn.runtime.real_wrong", failed - failed_before, "rows", NAN, "0", note);
+        print_judged(metric, failed - failed_before, "rows", NAN, "0", note);
     }
     for (uint32_t m = 0; m < REAL_MODELS; m++)
         for (uint32_t b = 0; b < kept[m].count; b++)
