@@ -37,11 +37,11 @@ CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 #define DECODE_COUNT 2000u
 
 static uint32_t few_rows; /* of the next scene */
-/* Of metrics: FfnAgents have cuBLASLt for dense bulk, "grouped" is without it. */
-static const char *family_of_rows = "ffn.runtime.grouped";
 static uint32_t cases, failed, compared, unfair;
 static double worst;
 static uint32_t bulk_blocks; /* of the next scene; 0: all */
+/* Of metrics: FfnAgents have cuBLASLt for dense bulk, "grouped" is without it. */
+static const char *family_of_rows = "ffn.runtime.grouped";
 
 /* ---- a runtime with the test's scheduler -----------------------------------------------------
  */
