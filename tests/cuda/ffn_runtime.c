@@ -10,8 +10,6 @@
  * that has fewer multiprocessors), and `plan`, which needs no GPU: it prints what the models of
  * real size take.
  */
-#include <fcntl.h>
-#include <glob.h>
 #include <math.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -23,6 +21,7 @@
 #include "ffn/dummy.h"
 #include "ffn/route.h"
 #include "ffn_kit.h"
+#include "ffn_load.h"
 #include "ffn_scheduler.h"
 #include "kernels/kernels.h"
 #include "model/synth.h"
@@ -33,7 +32,6 @@ CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 #define WAIT_NS      (20 * XP_NS_PER_S)
 #define MOST_ROWS    8192u
 #define SMALL_ROWS   300u
-#define READERS      8u
 #define DECODE_COUNT 2000u
 
 static uint32_t few_rows; /* of the next scene */
@@ -540,22 +538,9 @@ static int compare_samples(const void *a, const void *b)
     return left < right ? -1 : left > right;
 }
 
-/* floor NAN, target NULL: none. */
-static void print_judged(const char *metric, double value, const char *unit, double floor,
-                         const char *target, const char *note)
-{
-    char floor_text[32] = "null";
-    if (!isnan(floor))
-        snprintf(floor_text, sizeof(floor_text), "%.4f", floor);
-    printf("{\"metric\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": %s, \"peer\": "
-           "null, \"target\": %s%s%s, \"note\": \"%s\"}\n",
-           metric, value, unit, floor_text, target ? "\"" : "", target ? target : "null",
-           target ? "\"" : "", note);
-}
-
 static void print_row(const char *metric, double value, const char *unit, const char *note)
 {
-    print_judged(metric, value, unit, NAN, NULL, note);
+    ffn_kit_row(metric, value, unit, NAN, NULL, note);
 }
 
 /* P50 and P99 of a slot's last order. */
@@ -718,7 +703,7 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
                  "rows; sampled rows against a reference in FP32",
                  cases - cases_before, real_models[0].name, real_models[1].name,
                  real_models[2].name, real_models[3].name, MOST_ROWS);
-        print_judged(metric, failed - failed_before, "rows", NAN, "0", note);
+        ffn_kit_row(metric, failed - failed_before, "rows", NAN, "0", note);
     }
     for (uint32_t m = 0; m < REAL_MODELS; m++)
         for (uint32_t b = 0; b < kept[m].count; b++)
@@ -813,115 +798,6 @@ static void test_bulk(ffn_kit_t *kit)
     few_rows = 0;
 }
 
-/* ---- loading ---------------------------------------------------------------------------------
- */
-/* What the bus does alone: one pinned buffer, copied again and again. GB/s. */
-static double bus_rate(ffn_kit_t *kit)
-{
-    enum { COPIES = 32 };
-    const uint64_t bytes = 64u << 20;
-    void *pinned;
-    cuda_address_t to = ffn_kit_alloc(kit, bytes);
-    CHECK_OK(cuda_host_alloc(&kit->device, bytes, &pinned));
-    memset(pinned, 1, bytes);
-    for (uint32_t i = 0; i <= COPIES; i++) {
-        if (i == 1)
-            CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->start, kit->stream));
-        CHECK_OK(CUDA_CALL(kit->device.driver, cuMemcpyHtoDAsync, to, pinned, bytes, kit->stream));
-    }
-    CHECK_OK(CUDA_CALL(kit->device.driver, cuEventRecord, kit->end, kit->stream));
-    ffn_kit_wait(kit, kit->stream);
-    const double rate = (double)bytes * COPIES / (ffn_kit_elapsed(kit) * 1e6);
-    cuda_host_free(&kit->device, pinned);
-    ffn_kit_free(kit, to);
-    return rate;
-}
-
-/* What the files give alone, read in pieces of the loader's size by as many readers. */
-typedef struct file_read {
-    glob_t files;
-    uint64_t bytes; /* of all files */
-} file_read_t;
-
-static void file_run(void *context, uint32_t member, uint32_t members)
-{
-    enum { PIECE = 8 << 20 };
-    file_read_t *all = context;
-    char *buffer = malloc(PIECE);
-    CHECK(buffer);
-    memset(buffer, 0, PIECE);
-    for (size_t f = 0, turn = 0; f < all->files.gl_pathc; f++) {
-        struct stat about;
-        const int fd = open(all->files.gl_pathv[f], O_RDONLY | O_CLOEXEC);
-        CHECK(fd >= 0 && fstat(fd, &about) == 0);
-        for (off_t at = 0; at < about.st_size; at += PIECE, turn++)
-            if (turn % members == member) {
-                const ssize_t got = pread(fd, buffer, PIECE, at);
-                CHECK(got > 0);
-                __atomic_fetch_add(&all->bytes, (uint64_t)got, __ATOMIC_RELAXED);
-            }
-        close(fd);
-    }
-    free(buffer);
-}
-
-static double file_rate(const char *path, uint32_t readers)
-{
-    char pattern[600];
-    file_read_t all = {0};
-    xp_pool_t *pool;
-    snprintf(pattern, sizeof(pattern), "%s/*.safetensors", path);
-    CHECK(glob(pattern, 0, NULL, &all.files) == 0);
-    CHECK_OK(xp_pool_create(readers, NULL, 0, &pool));
-    const uint64_t start = xp_monotonic_ns();
-    xp_pool_run(pool, file_run, &all);
-    const double rate = (double)all.bytes / (double)(xp_monotonic_ns() - start);
-    xp_pool_destroy(pool);
-    globfree(&all.files);
-    return rate;
-}
-
-static void test_load(ffn_kit_t *kit)
-{
-    synth_options_t options;
-    char path[512], note[240];
-    model_synth_defaults(MODEL_ARCH_QWEN3_MOE, &options);
-    options.layers = 4;
-    options.hidden = 2048;
-    options.moe_intermediate = 768;
-    options.experts = 64;
-    options.top_k = 8;
-    options.dtype = XP_DTYPE_BF16;
-    options.shards = 4;
-    options.force = true;
-    snprintf(path, sizeof(path), "%s/load", folder);
-    CHECK_OK(model_synth_write(&options, path));
-    const double bus = bus_rate(kit);
-    print_row("ffn.load.bus_gb_per_s", bus, "GB/s", "pinned copies of 64 MiB, one after the other");
-    for (uint32_t readers = 1; readers <= READERS; readers *= 2) {
-        ffn_cuda_runtime_t *runtime;
-        ffn_cuda_load_report_t report;
-        const ffn_cuda_config_t config = {
-            .device = &kit->device, .lanes = 1, .max_rows = 16, .cpu = -1};
-        const ffn_install_t install = {.model_id = "load",
-                                       .path = path,
-                                       .dtype = XP_DTYPE_AUTO,
-                                       .tp_size = 1,
-                                       .readers = readers};
-        CHECK_OK(ffn_cuda_runtime_create(&config, &runtime));
-        CHECK_OK(ffn_cuda_runtime_install(runtime, &install, NULL, &report));
-        char metric[64] = "ffn.load.gb_per_s";
-        if (readers < READERS)
-            snprintf(metric, sizeof(metric), "ffn.load.%ureaders.gb_per_s", readers);
-        snprintf(note, sizeof(note),
-                 "%.2f GB from cached files, %u readers; floor: the bus alone; the files alone, by "
-                 "as many readers: %.1f GB/s",
-                 (double)report.read / 1e9, readers, file_rate(path, readers));
-        print_judged(metric, (double)report.read / (double)report.took_ns, "GB/s", bus, NULL, note);
-        ffn_cuda_runtime_destroy(runtime);
-    }
-}
-
 /* ---- what needs no GPU -----------------------------------------------------------------------
  */
 static int print_plan(void)
@@ -992,7 +868,7 @@ int main(int count, char **arguments)
         if (wanted(count, arguments, "library"))
             test_real(&kit, true, true, true);
         if (wanted(count, arguments, "load"))
-            test_load(&kit);
+            ffn_load_measure(&kit, folder);
         ffn_kit_close(&kit);
         printf("%u cases, %u failed, %u rows compared, %u not comparable (ties), largest error "
                "%.2f of the tolerance\n",
