@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 
@@ -60,6 +61,38 @@ def row(metric, value, unit, floor=None, peer=None, target=None, note=""):
         "target": target,
         "note": note,
     }
+
+
+def sanitizer_rows(prefix, tool, text, note):
+    """What compute-sanitizer found in a program's output. No summary at all is no clean run: None."""
+    if tool == "racecheck":
+        found = re.search(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)", text)
+    else:
+        found = re.search(r"ERROR SUMMARY: (\d+) errors?", text)
+    if not found:
+        return None
+    return [row(f"{prefix}.{tool}", sum(map(int, found.groups())), "errors", target="0", note=note)]
+
+
+def keep_samples(folder):
+    """The environment in which device programs keep their samples (tests/cuda/samples.h)."""
+    folder = pathlib.Path(folder).resolve() / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"XPOOL_TEST_SAMPLES": str(folder)}
+
+
+def pack_samples(folder, path):
+    """Makes one file of them, `metric value*times ...` a line, ascending, ns; series without a row are left out."""
+    folder = pathlib.Path(folder) / "samples"
+    lines = []
+    for file in sorted(folder.glob("*")):
+        if not re.fullmatch(r"\d+-\d+", file.name):
+            pairs = (line.split() for line in file.read_text().splitlines())
+            lines.append(" ".join([file.name, *(f"{value}*{times}" for value, times in pairs)]))
+        file.unlink()
+    folder.rmdir()
+    if lines:
+        pathlib.Path(path).write_text("\n".join(lines) + "\n")
 
 
 def show(rows):

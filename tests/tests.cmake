@@ -163,6 +163,10 @@ set_tests_properties(cuda/roles PROPERTIES RUN_SERIAL TRUE)
 xpool_script_test(cuda/open-requests cuda 240 ${XPOOL_TEST_PYTHON} --venv tests/cuda/open_requests.py
                   --build ${CMAKE_BINARY_DIR})
 set_tests_properties(cuda/open-requests PROPERTIES RUN_SERIAL TRUE)
+# Whole models on two AtnAgents and two FfnAgents, each Instance of two ranks: the script for GPUs, on processors.
+xpool_script_test(cuda/two-gpu-rehearsal "cuda;reference" 300 ${XPOOL_TEST_PYTHON} --venv tests/cuda/two_gpu.py
+                  --build ${CMAKE_BINARY_DIR} --rehearse --scene ranks --models qwen3)
+set_tests_properties(cuda/two-gpu-rehearsal PROPERTIES RUN_SERIAL TRUE)
 # Endurance, in short form: on processors, where every row is checked, and over a libcuda without a GPU.
 if(TARGET cuda_instance)
   set(soak ${CMAKE_SOURCE_DIR}/tests/cuda/soak_on_device --build ${CMAKE_BINARY_DIR} --seconds 1 --kills 16

@@ -10,9 +10,11 @@
  */
 #include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "ffn_bench.h"
 #include "ffn_candidates.h"
+#include "samples.h"
 
 enum { REPEATS = 7, SAMPLES = 2048 };
 
@@ -203,6 +205,7 @@ static double decode_graph_us(ffn_kit_t *kit, bench_lanes_t *l)
  * kernel. */
 typedef struct resident_times {
     double p50_us, p99_us, mean_us;
+    char samples[24]; /* tests/cuda/samples.h */
 } resident_times_t;
 
 static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_ahead,
@@ -233,8 +236,13 @@ static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_
     ffn_kit_free(kit, answer);
     ffn_kit_free(kit, list);
     ffn_kit_free(kit, queue);
-    return (resident_times_t){samples[8 + (count - 8) / 2] / 1e3,
-                              samples[8 + (count - 8) * 99 / 100] / 1e3, sum / (count - 8) / 1e3};
+    static uint32_t series;
+    resident_times_t times = {samples[8 + (count - 8) / 2] / 1e3,
+                              samples[8 + (count - 8) * 99 / 100] / 1e3, sum / (count - 8) / 1e3,
+                              ""};
+    snprintf(times.samples, sizeof(times.samples), "%d-%u", getpid(), ++series);
+    samples_keep(times.samples, samples + 8, count - 8);
+    return times;
 }
 
 ffn_cuda_signature_t bench_signature_dense(void)
@@ -287,12 +295,14 @@ static void bench_dense_decode(ffn_kit_t *kit)
             "resident kernel, mailbox included, no look-ahead: mean %.2f us, P50 %.2f, P99 %.2f",
             plain.mean_us, plain.p50_us, plain.p99_us);
         bench_row(metric, floor_us / plain.mean_us, "ratio", 1.0, NAN, target, note);
+        samples_name(plain.samples, metric);
         snprintf(metric, sizeof(metric), "ffn.dense.decode%u.look_ahead_copy_fraction", counts[i]);
         snprintf(note, sizeof(note),
                  "the next layer's first weights load ahead: back to back mean "
                  "%.2f us, P99 %.2f; with 20 us between: mean %.2f",
                  ahead.mean_us, ahead.p99_us, paused.mean_us);
         bench_row(metric, floor_us / ahead.mean_us, "ratio", 1.0, NAN, NULL, note);
+        samples_name(ahead.samples, metric);
         snprintf(metric, sizeof(metric), "ffn.dense.decode%u.graph_copy_fraction", counts[i]);
         snprintf(note, sizeof(note), "captured launches, %.2f us a layer", graph);
         bench_row(metric, floor_us / graph, "ratio", 1.0, NAN, NULL, note);
@@ -340,6 +350,7 @@ static void bench_moe_decode(ffn_kit_t *kit)
             plain.mean_us, plain.p50_us, plain.p99_us, experts);
         bench_row(metric, plain.mean_us / floor_us, "ratio", 1.0, NAN,
                   counts[i] == 1 ? "<= 1.3" : NULL, note);
+        samples_name(plain.samples, metric);
         snprintf(metric, sizeof(metric), "ffn.moe.decode%u.graph_floor_ratio", counts[i]);
         snprintf(note, sizeof(note), "captured launches, %.2f us a layer", graph);
         bench_row(metric, graph / floor_us, "ratio", 1.0, NAN, NULL, note);

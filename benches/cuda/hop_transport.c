@@ -44,6 +44,7 @@ static void row(const char *metric, client_times_t times, double value, double f
              times.each.p50_us, times.each.p99_us, times.each.max_us,
              (unsigned long long)times.done, (unsigned long long)times.wrong);
     kit_row(metric, value, "us", floor, NULL, text);
+    kit_samples(&times.each, metric);
     CHECK(times.wrong == 0);
 }
 

@@ -107,37 +107,21 @@ static xp_status_t load_item(load_reader_t *reader, size_t index)
     return XP_OK;
 }
 
-static void *load_read(void *context)
+static void reader_fini(load_reader_t *reader)
 {
-    load_reader_t *reader = context;
-    load_job_t *job = reader->job;
-    xp_status_t status = cuda_device_use(job->loader->device);
-    while (status == XP_OK && !atomic_load(&job->share.failed)) {
-        size_t index = atomic_fetch_add(&job->share.next, 1);
-        if (index >= job->layout->layout.count)
-            break;
-        status = load_item(reader, index);
-    }
-    for (uint32_t i = 0; i < LOAD_PIECES && status == XP_OK; i++)
-        status = load_wait(job->loader->device, reader->stream[i]);
-    if (status != XP_OK)
-        load_share_fail(&job->share, status);
-    return NULL;
-}
-
-static void reader_fini(const cuda_device_t *device, load_reader_t *reader)
-{
+    const cuda_device_t *device = reader->job->loader->device;
     for (uint32_t i = 0; i < LOAD_PIECES; i++)
         cuda_stream_destroy(device, reader->stream[i]);
     cuda_host_free(device, reader->piece[0]);
     free(reader->buffer);
 }
 
-static xp_status_t reader_init(load_job_t *job, load_reader_t *reader)
+/* By the reader's own thread: pinning takes a good part of what reading a small shard does. */
+static xp_status_t reader_init(load_reader_t *reader)
 {
+    const load_job_t *job = reader->job;
     const cuda_device_t *device = job->loader->device;
     void *pinned;
-    reader->job = job;
     /* F32 files have twice the bytes of a piece. */
     reader->buffer = malloc(2 * job->piece_bytes);
     if (!reader->buffer)
@@ -149,6 +133,28 @@ static xp_status_t reader_init(load_job_t *job, load_reader_t *reader)
     for (uint32_t i = 0; i < LOAD_PIECES; i++)
         XP_TRY(cuda_stream_create(device, false, &reader->stream[i]));
     return XP_OK;
+}
+
+static void *load_read(void *context)
+{
+    load_reader_t *reader = context;
+    load_job_t *job = reader->job;
+    xp_status_t status = cuda_device_use(job->loader->device);
+    while (status == XP_OK && !atomic_load(&job->share.failed)) {
+        size_t index = atomic_fetch_add(&job->share.next, 1);
+        if (index >= job->layout->layout.count)
+            break;
+        if (!reader->buffer)
+            status = reader_init(reader);
+        if (status == XP_OK)
+            status = load_item(reader, index);
+    }
+    for (uint32_t i = 0; i < LOAD_PIECES && status == XP_OK && reader->buffer; i++)
+        status = load_wait(job->loader->device, reader->stream[i]);
+    if (status != XP_OK)
+        load_share_fail(&job->share, status);
+    reader_fini(reader);
+    return NULL;
 }
 
 /* A piece holds at least one row of every matrix, and no more than a small shard needs. */
@@ -164,29 +170,22 @@ static uint64_t load_piece_bytes(const cuda_layout_t *layout)
 
 static xp_status_t load_read_all(load_job_t *job)
 {
-    const cuda_device_t *device = job->loader->device;
     load_reader_t reader[LOAD_MAX_READERS];
     memset(reader, 0, sizeof(reader));
-    uint32_t readers = job->share.install->readers < 1 ? 1 : job->share.install->readers, made = 0;
-    xp_status_t status = XP_OK;
+    uint32_t readers = job->share.install->readers < 1 ? 1 : job->share.install->readers;
     if (readers > LOAD_MAX_READERS)
         readers = LOAD_MAX_READERS;
     job->piece_bytes = load_piece_bytes(job->layout);
-    while (made < readers && status == XP_OK)
-        status = reader_init(job, &reader[made++]);
-    if (status == XP_OK) {
-        /* Fewer threads than asked for only make it slower: the caller reads too. */
-        for (uint32_t i = 1; i < made; i++)
-            reader[i].started = pthread_create(&reader[i].thread, NULL, load_read, &reader[i]) == 0;
-        load_read(&reader[0]);
-        for (uint32_t i = 1; i < made; i++)
-            if (reader[i].started)
-                pthread_join(reader[i].thread, NULL);
-        status = load_share_status(&job->share);
-    }
-    for (uint32_t i = 0; i < made; i++)
-        reader_fini(device, &reader[i]);
-    return status;
+    for (uint32_t i = 0; i < readers; i++)
+        reader[i].job = job;
+    /* Fewer threads than asked for only make it slower: the caller reads too. */
+    for (uint32_t i = 1; i < readers; i++)
+        reader[i].started = pthread_create(&reader[i].thread, NULL, load_read, &reader[i]) == 0;
+    load_read(&reader[0]);
+    for (uint32_t i = 1; i < readers; i++)
+        if (reader[i].started)
+            pthread_join(reader[i].thread, NULL);
+    return load_share_status(&job->share);
 }
 
 static xp_status_t load_fill(const cuda_loader_t *loader, const load_job_t *job, size_t index)

@@ -609,13 +609,13 @@ static void test_padded(ffn_kit_t *kit, const ffn_kit_model_t *m)
 
 static void test_library(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
-    static const uint32_t counts[] = {1, 33, 512, 2048};
+    static const uint32_t counts[] = {1, 33, 512, 2048, 8192};
     ffn_library_t *library;
     if (ffn_library_open(&kit->kernels, &library) != XP_OK) {
         printf("skipped: cuBLASLt: %s\n", xp_error_last()->text);
         return;
     }
-    const uint32_t most = small ? 33 : 2048;
+    const uint32_t most = small ? 33 : 8192;
     test_lane_t l;
     lane_make(kit, m, most, 0, &l);
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {

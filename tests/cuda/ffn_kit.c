@@ -374,3 +374,15 @@ double ffn_kit_error(const float *got, const float *want, uint32_t count)
     }
     return size > 0 ? sqrt(difference / size) : (difference > 0 ? INFINITY : 0);
 }
+
+void ffn_kit_row(const char *metric, double value, const char *unit, double floor,
+                 const char *target, const char *note)
+{
+    char floor_text[32] = "null";
+    if (!isnan(floor))
+        snprintf(floor_text, sizeof(floor_text), "%.4f", floor);
+    printf("{\"metric\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": %s, \"peer\": "
+           "null, \"target\": %s%s%s, \"note\": \"%s\"}\n",
+           metric, value, unit, floor_text, target ? "\"" : "", target ? target : "null",
+           target ? "\"" : "", note);
+}

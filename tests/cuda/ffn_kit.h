@@ -92,4 +92,7 @@ void ffn_kit_chosen(const ffn_kit_model_t *model, uint32_t layer, uint64_t input
 /* |got - want| / |want| over a row. */
 double ffn_kit_error(const float *got, const float *want, uint32_t count);
 float ffn_kit_to_float(uint16_t value, ffn_cuda_dtype_t dtype);
+/* One row of a results file, as a line of JSON on stdout. floor NAN, target NULL: none. */
+void ffn_kit_row(const char *metric, double value, const char *unit, double floor,
+                 const char *target, const char *note);
 #endif

@@ -4,10 +4,11 @@
  * against the CPU runtime, models of real size with dummy weights against sampled reference rows,
  * steady decoding without host launches, decode beside bulk, weights that survive.
  *
- * usage: cuda_ffn_runtime [plan] [families] [real] [mixed] [load] [library] [bulk]
+ * usage: cuda_ffn_runtime [plan] [families] [real] [mixed] [load] [library] [bulk] [limit]
  *
- * Without arguments all but `bulk`, which measures only, and `plan`, which needs no GPU: it prints
- * what the models of real size take.
+ * Without arguments all but `bulk` and `limit`, which measure only (`limit`: decode beside bulk
+ * that has fewer multiprocessors), and `plan`, which needs no GPU: it prints what the models of
+ * real size take.
  */
 #include <math.h>
 #include <string.h>
@@ -15,24 +16,29 @@
 #include <unistd.h>
 
 #include "base/pool.h"
+#include "ffn/cuda/library.h"
 #include "ffn/cuda_runtime.h"
 #include "ffn/dummy.h"
 #include "ffn/route.h"
 #include "ffn_kit.h"
+#include "ffn_load.h"
 #include "ffn_scheduler.h"
 #include "kernels/kernels.h"
 #include "model/synth.h"
+#include "samples.h"
 
 CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 
 #define WAIT_NS      (20 * XP_NS_PER_S)
 #define MOST_ROWS    8192u
 #define SMALL_ROWS   300u
-#define READERS      8u
 #define DECODE_COUNT 2000u
 
 static uint32_t cases, failed, compared, unfair;
 static double worst;
+static uint32_t bulk_blocks; /* of the next scene; 0: all */
+/* Of metrics: FfnAgents have cuBLASLt for dense bulk, "grouped" is without it. */
+static const char *family_of_rows = "ffn.runtime.grouped";
 
 /* ---- a runtime with the test's scheduler -----------------------------------------------------
  */
@@ -72,6 +78,7 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         .records = 4096,
         .cpu = -1,
         .failed = scene_failed,
+        .bulk_blocks = bulk_blocks,
     };
     CHECK_OK(ffn_cuda_runtime_create(&scene->config, &scene->runtime));
     CHECK_OK(cuda_module_load(&kit->device, &cuda_image_tests_ffn_scheduler, names, 1,
@@ -531,9 +538,7 @@ static int compare_samples(const void *a, const void *b)
 
 static void print_row(const char *metric, double value, const char *unit, const char *note)
 {
-    printf("{\"metric\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": null, \"peer\": "
-           "null, \"target\": null, \"note\": \"%s\"}\n",
-           metric, value, unit, note);
+    ffn_kit_row(metric, value, unit, NAN, NULL, note);
 }
 
 /* P50 and P99 of a slot's last order. */
@@ -547,6 +552,7 @@ static void print_samples(const scene_t *scene, uint32_t slot, uint32_t count, c
     qsort(samples, count, sizeof(samples[0]), compare_samples);
     snprintf(name, sizeof(name), "%s.p50_us", metric);
     print_row(name, samples[count / 2] / 1e3, "us", note);
+    samples_keep(metric, samples, count);
     snprintf(name, sizeof(name), "%s.p99_us", metric);
     print_row(name, samples[count - 1 - count / 100] / 1e3, "us", note);
 }
@@ -578,7 +584,7 @@ static void mixed_run(scene_t *scene, uint32_t decode, uint32_t bulk)
         scene_post(scene, 0, &order);
         scene_wait(scene, 0);
         CHECK_OK(ffn_cuda_runtime_stats(scene->runtime, &after));
-        snprintf(metric, sizeof(metric), "ffn.runtime.%s.%s", real_models[decode].name,
+        snprintf(metric, sizeof(metric), "%s.%s.%s", family_of_rows, real_models[decode].name,
                  resident ? "resident" : "host");
         snprintf(note, sizeof(note), "1 row, 6 layers in turn, post to done; %llu host launches",
                  (unsigned long long)(after.host_launches - before.host_launches));
@@ -613,12 +619,34 @@ static void mixed_run(scene_t *scene, uint32_t decode, uint32_t bulk)
         CHECK(ffn_cuda_runtime_health(scene->runtime) == XP_OK);
     }
     const double seconds = (double)(xp_monotonic_ns() - start) / 1e9;
-    snprintf(metric, sizeof(metric), "ffn.runtime.%s.beside_bulk", real_models[decode].name);
+    snprintf(metric, sizeof(metric), "%s.%s.beside_bulk", family_of_rows, real_models[decode].name);
     snprintf(note, sizeof(note), "1 row beside chunks of %u rows of %s; %u chunks in %.2f s",
              MOST_ROWS, real_models[bulk].name, chunks, seconds);
     print_samples(scene, 0, DECODE_COUNT, metric, note);
     scene_wait(scene, 1);
-    print_samples(scene, 1, prefill.count, "ffn.runtime.bulk", note);
+    snprintf(metric, sizeof(metric), "%s.bulk_beside_%s", family_of_rows, real_models[decode].name);
+    print_samples(scene, 1, prefill.count, metric, note);
+}
+
+/* What decoding gains, and bulk loses, when bulk has fewer multiprocessors. */
+static void test_limit(ffn_kit_t *kit)
+{
+    static const uint32_t blocks[] = {0, 112, 96, 64};
+    for (uint32_t i = 0; i < sizeof(blocks) / sizeof(blocks[0]); i++) {
+        char name[64];
+        scene_t scene;
+        snprintf(name, sizeof(name), "ffn.runtime.blocks%u", blocks[i]);
+        bulk_blocks = blocks[i];
+        family_of_rows = name;
+        scene_open(kit, MOST_ROWS, 5120, true, true, &scene);
+        for (uint32_t m = 0; m < 2; m++)
+            real_install(&scene, m, NULL);
+        scene_start(&scene);
+        mixed_run(&scene, 0, 1);
+        mixed_run(&scene, 1, 0);
+        scene_close(&scene);
+    }
+    bulk_blocks = 0;
 }
 
 static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
@@ -626,6 +654,16 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
     xp_pool_t *pool;
     scene_t scene;
     ffn_cuda_weights_t kept[REAL_MODELS];
+    if (library) {
+        ffn_library_t *found;
+        if (ffn_library_open(&kit->kernels, &found) != XP_OK) {
+            printf("failed: cuBLASLt: %s\n", xp_error_last()->text);
+            failed++;
+            return;
+        }
+        ffn_library_close(found);
+    }
+    family_of_rows = library ? "ffn.runtime" : "ffn.runtime.grouped";
     CHECK_OK(xp_pool_create(xp_usable_cpus() < 16 ? xp_usable_cpus() : 16, NULL, 0, &pool));
     scene_open(kit, MOST_ROWS, 5120, true, library, &scene);
     for (uint32_t m = 0; m < REAL_MODELS; m++) {
@@ -633,6 +671,7 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
         CHECK_OK(ffn_cuda_runtime_export(scene.runtime, m, &kept[m]));
     }
     scene_start(&scene);
+    const uint32_t cases_before = cases, failed_before = failed;
     for (uint32_t m = 0; check && m < REAL_MODELS; m++)
         for (uint32_t layer = 0; layer < 2; layer++) {
             real_check(&scene, pool, m, layer, 1, true);
@@ -655,6 +694,14 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
         real_check(&scene, pool, 0, 1, 1, true);
         real_check(&scene, pool, 3, 1, 5, true);
         scene_close(&scene);
+        char note[240], metric[64];
+        snprintf(metric, sizeof(metric), "%s.real_wrong", family_of_rows);
+        snprintf(note, sizeof(note),
+                 "%u cases: %s, %s, %s and %s together, 6 layers each, dummy weights, up to %u "
+                 "rows; sampled rows against a reference in FP32",
+                 cases - cases_before, real_models[0].name, real_models[1].name,
+                 real_models[2].name, real_models[3].name, MOST_ROWS);
+        ffn_kit_row(metric, failed - failed_before, "rows", NAN, "0", note);
     }
     for (uint32_t m = 0; m < REAL_MODELS; m++)
         for (uint32_t b = 0; b < kept[m].count; b++)
@@ -744,43 +791,6 @@ static void test_bulk(ffn_kit_t *kit)
     scene_close(&scene);
 }
 
-/* ---- loading ---------------------------------------------------------------------------------
- */
-static void test_load(ffn_kit_t *kit)
-{
-    synth_options_t options;
-    char path[512], note[128];
-    model_synth_defaults(MODEL_ARCH_QWEN3_MOE, &options);
-    options.layers = 4;
-    options.hidden = 2048;
-    options.moe_intermediate = 768;
-    options.experts = 64;
-    options.top_k = 8;
-    options.dtype = XP_DTYPE_BF16;
-    options.shards = 4;
-    options.force = true;
-    snprintf(path, sizeof(path), "%s/load", folder);
-    CHECK_OK(model_synth_write(&options, path));
-    for (uint32_t readers = 1; readers <= READERS; readers *= 2) {
-        ffn_cuda_runtime_t *runtime;
-        ffn_cuda_load_report_t report;
-        const ffn_cuda_config_t config = {
-            .device = &kit->device, .lanes = 1, .max_rows = 16, .cpu = -1};
-        const ffn_install_t install = {.model_id = "load",
-                                       .path = path,
-                                       .dtype = XP_DTYPE_AUTO,
-                                       .tp_size = 1,
-                                       .readers = readers};
-        CHECK_OK(ffn_cuda_runtime_create(&config, &runtime));
-        CHECK_OK(ffn_cuda_runtime_install(runtime, &install, NULL, &report));
-        snprintf(note, sizeof(note), "%.2f GB from cached files, %u readers",
-                 (double)report.read / 1e9, readers);
-        print_row(readers == READERS ? "ffn.load.gb_per_s" : "ffn.load.fewer.gb_per_s",
-                  (double)report.read / (double)report.took_ns, "GB/s", note);
-        ffn_cuda_runtime_destroy(runtime);
-    }
-}
-
 /* ---- what needs no GPU -----------------------------------------------------------------------
  */
 static int print_plan(void)
@@ -846,10 +856,12 @@ int main(int count, char **arguments)
             test_real(&kit, real, mixed, false);
         if (count > 1 && wanted(count, arguments, "bulk"))
             test_bulk(&kit);
+        if (count > 1 && wanted(count, arguments, "limit"))
+            test_limit(&kit);
         if (wanted(count, arguments, "library"))
             test_real(&kit, true, true, true);
         if (wanted(count, arguments, "load"))
-            test_load(&kit);
+            ffn_load_measure(&kit, folder);
         ffn_kit_close(&kit);
         printf("%u cases, %u failed, %u rows compared, %u not comparable (ties), largest error "
                "%.2f of the tolerance\n",

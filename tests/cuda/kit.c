@@ -3,6 +3,9 @@
 #include "kit.h"
 
 #include <string.h>
+#include <unistd.h>
+
+#include "samples.h"
 
 CUDA_IMAGE_DECLARE(tests_transport_echo);
 
@@ -113,9 +116,18 @@ static int compare_samples(const void *a, const void *b)
 kit_summary_t kit_summarise(uint32_t *samples_ns, uint32_t count)
 {
     CHECK(count > 0);
+    static uint32_t number;
     qsort(samples_ns, count, sizeof(samples_ns[0]), compare_samples);
-    return (kit_summary_t){samples_ns[count / 2] / 1e3, samples_ns[count - 1 - count / 100] / 1e3,
-                           samples_ns[count - 1] / 1e3};
+    kit_summary_t times = {samples_ns[count / 2] / 1e3, samples_ns[count - 1 - count / 100] / 1e3,
+                           samples_ns[count - 1] / 1e3, ""};
+    snprintf(times.samples, sizeof(times.samples), "%d-%u", getpid(), ++number);
+    samples_keep(times.samples, samples_ns, count);
+    return times;
+}
+
+void kit_samples(const kit_summary_t *times, const char *metric)
+{
+    samples_name(times->samples, metric);
 }
 
 void kit_row(const char *metric, double value, const char *unit, double floor, const char *target,

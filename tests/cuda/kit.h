@@ -59,8 +59,12 @@ uint16_t kit_value(uint64_t seed, uint64_t index);
 
 typedef struct kit_summary {
     double p50_us, p99_us, max_us;
+    char
+        samples[24]; /* the name under which they are kept (samples.h), until they get a metric's */
 } kit_summary_t;
 kit_summary_t kit_summarise(uint32_t *samples_ns, uint32_t count); /* sorts */
+/* The samples of a summary, from whatever process it came, become those of the metric. */
+void kit_samples(const kit_summary_t *times, const char *metric);
 /* One row of a results file, as a line of JSON on stdout. floor < 0: null. */
 void kit_row(const char *metric, double value, const char *unit, double floor, const char *target,
              const char *note);

@@ -402,6 +402,7 @@ static void row(const char *name, answer_t answer, double value, const char *uni
              answer.times.p50_us, answer.times.p99_us, answer.times.max_us,
              (unsigned long long)answer.done, (unsigned long long)answer.wrong);
     kit_row(metric, value, unit, floor, target, note);
+    kit_samples(&answer.times, metric);
     CHECK(answer.wrong == 0);
 }
 
@@ -434,6 +435,10 @@ static void measure_rows(uint32_t instance, const char *way, const uint32_t *row
                  "(times: a replay / %d, the slowest rank's)",
                  LAYERS, rows[i], WIDTH, fabric_plan_ranks(&plan.instances[instance]), LAYERS);
         row(name, answer, answer.times.p50_us, "us", hop_floor.p50_us, NULL, what);
+        char p99[120];
+        snprintf(p99, sizeof(p99), "hop.cuda.nvshmem%s.%s.graph_layer_%urows_p99_us",
+                 far_now ? "_far" : "", way, rows[i]);
+        kit_row(p99, answer.times.p99_us, "us", -1, NULL, "P99 of the row before");
     }
 }
 
@@ -533,11 +538,13 @@ static void measure_compute(void)
     variant_now = 0;
     instance_up(INSTANCE_A);
     answer_t before = counters_of(&ffns[0]);
-    answer_t trips = all_ranks(INSTANCE_A, (order_t){ORDER_TRIPS, 0, 0, 1, 20000});
+    answer_t trips = all_ranks(INSTANCE_A, (order_t){ORDER_TRIPS, 0, 1, 1, 20000});
     answer_t after = counters_of(&ffns[0]);
     hop_floor.compute_us = hop_compute_us(&before, &after);
     row("echo_row_us", trips, hop_floor.compute_us, "us", -1, NULL,
         "what stands for the execution in round trips: mean of the echo of 1 row of 2048 BF16");
+    hop_split_rows(far_now ? "nvshmem_far" : "nvshmem", HOP_RELAYED, &before, &trips, &after, 1,
+                   &hop_floor);
     instance_down(INSTANCE_A);
     scene_down();
 }

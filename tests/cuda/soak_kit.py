@@ -229,6 +229,7 @@ class Scene:
         self.atn, self.ffn, self.provider, self.dummy = ["cuda:0"], ["cuda:1"], "auto", False
         self.memory, self.decode_rows, self.prefill_rows, self.calls = "16GiB", 32, 200, 48
         self.check, self.environment, self.counted = True, {}, None
+        self.observe = False
         self.reform, self.shared = 0, False  # seconds for the next Generation; one GPU with both roles
         for name, value in options.items():
             assert hasattr(self, name), name
@@ -248,6 +249,7 @@ class Scene:
             f"deadlines.reform = {self.reform}",  # 0: an agent's death is the end
             f"devices.allow_shared_roles = {str(self.shared).lower()}",
         ]
+        lines += [f"observe.folder = '{folder}/observe'"] if self.observe else []
         lines += [f"devices.'{name}'.memory = '{self.memory}'" for name in dict.fromkeys(self.atn + self.ffn)]
         if self.atn[0].startswith("cpu"):
             lines += [f"devices.'{name}'.threads = 1" for name in self.atn + self.ffn]
@@ -293,6 +295,15 @@ class System:
 
     def tails(self):
         return "\n".join(f"--- {name}: {self.tail(name)}" for name in self.processes)
+
+    def observed(self, role):
+        """Durations, ns, of what the observers of that role recorded (`xpool trace`)."""
+        files = sorted((self.folder / "observe").glob("*"))
+        if not files:
+            return []
+        done = subprocess.run([self.xpool, "trace", *map(str, files)], capture_output=True, text=True, timeout=120)
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        return [record["ns"] for record in records if record.get("role") == role and "ns" in record]
 
     @property
     def parts(self):

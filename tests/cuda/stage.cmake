@@ -13,7 +13,11 @@ xpool_cuda_images(cuda_stage_device tests ${CMAKE_SOURCE_DIR}/tests/cuda/transpo
                   ${CMAKE_SOURCE_DIR}/tests/cuda/stage_test.cu)
 target_link_libraries(cuda_stage_device PRIVATE xpool_stage)
 add_test(NAME cuda/stage-device COMMAND cuda_stage_device)
-set_tests_properties(cuda/stage-device PROPERTIES LABELS cuda TIMEOUT 240 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)
+set_tests_properties(cuda/stage-device PROPERTIES LABELS cuda TIMEOUT 330 SKIP_RETURN_CODE 77 RUN_SERIAL TRUE)
+# All shapes' orders, attaches and ends over a libcuda without a GPU (tests.cmake), which computes nothing.
+add_test(NAME cuda/stage-shapes-rehearsal COMMAND cuda_stage_device 1 shapes)
+set_tests_properties(cuda/stage-shapes-rehearsal PROPERTIES LABELS cuda TIMEOUT 60 SKIP_RETURN_CODE 77
+                     ENVIRONMENT "LD_LIBRARY_PATH=${CMAKE_BINARY_DIR}/tests/fake-cuda")
 
 # Provider nvshmem, with the same roles.
 if(COMMAND xpool_nvshmem_images)

@@ -8,6 +8,9 @@
  *   parts: probe,direct,split,partials,relay,kill (all of them without the argument)
  *
  * Every wait has a limit. Exit code 77 where there are not two GPUs.
+ *
+ * One more part, shapes: 2 AtnAgents with 1 and 2 FfnAgents, both roles on each GPU, all
+ * deliveries, attention DP and TP, by both lanes.
  */
 #include <signal.h>
 #include <string.h>
@@ -27,8 +30,9 @@ static order_t order_of(uint32_t what, uint32_t instance, uint32_t other)
 static int life_fd;
 static const char *mps_pipe; /* or NULL */
 static uint32_t spawned;     /* life words are not used twice */
-static agent_t ffns[MEMBERS_MAX], relay;
-static uint32_t ffn_count, scene_now, variant_now;
+static agent_t ffns[MEMBERS_MAX], relays[2];
+static fabric_plan_t plan;
+static uint32_t scene_now, variant_now;
 static bool by_relay;
 
 static answer_t ask(agent_t *agent, order_t order, int fd, int *fd_out)
@@ -55,8 +59,8 @@ static void ready(agent_t *agent)
 
 static void start_ffn(uint32_t index)
 {
-    /* FfnAgent 0 has cuda:1 to itself, FfnAgent 1 shares cuda:0 under its MPS. */
-    if (index == 0)
+    /* FfnAgent 0 is on cuda:1, FfnAgent 1 on cuda:0; under MPS where attention is, too. */
+    if (index == 0 && plan.atn_count == 1)
         unsetenv("CUDA_MPS_PIPE_DIRECTORY");
     agent_spawn("ffn", life_fd, index | scene_now << 8 | variant_now << 12 | ++spawned << 16,
                 index == 0, &ffns[index]);
@@ -64,50 +68,58 @@ static void start_ffn(uint32_t index)
         setenv("CUDA_MPS_PIPE_DIRECTORY", mps_pipe, 1);
 }
 
+static bool is_of(const fabric_plan_instance_t *one, uint32_t atn)
+{
+    bool found = false;
+    for (uint32_t rank = 0; rank < fabric_plan_ranks(one); rank++)
+        found = found || one->rank_atn[rank] == atn;
+    return found;
+}
+
 static void scene_up(uint32_t scene, bool use_relay)
 {
-    fabric_plan_t plan;
     scene_plan(scene, &plan);
     scene_now = scene;
     by_relay = use_relay;
-    ffn_count = plan.ffn_count;
-    for (uint32_t f = 0; f < ffn_count; f++)
+    for (uint32_t f = 0; f < plan.ffn_count; f++)
         start_ffn(f);
-    for (uint32_t f = 0; f < ffn_count; f++)
+    for (uint32_t f = 0; f < plan.ffn_count; f++)
         ready(&ffns[f]);
     for (uint32_t i = 0; i < plan.instance_count; i++)
-        for (uint32_t first = 0; first < ffn_count; first++) {
+        for (uint32_t first = 0; first < plan.ffn_count; first++) {
             if (!(stage_reducers(&plan.instances[i]) >> first & 1))
                 continue;
             int fd;
             must(&ffns[first], order_of(ORDER_EXPORT_PARTIALS, i, 0), -1, &fd);
-            for (uint32_t f = 0; f < ffn_count; f++)
+            for (uint32_t f = 0; f < plan.ffn_count; f++)
                 if (f != first)
                     must(&ffns[f], order_of(ORDER_IMPORT, i, first), fd, NULL);
             close(fd);
         }
-    for (uint32_t f = 0; f < ffn_count; f++)
+    for (uint32_t f = 0; f < plan.ffn_count; f++)
         must(&ffns[f], order_of(ORDER_START, 0, 0), -1, NULL);
-    if (!use_relay)
-        return;
-    agent_spawn("relay", life_fd, relay_number(scene, 0), ++spawned, &relay);
-    ready(&relay);
-    for (uint32_t i = 0; i < plan.instance_count; i++)
-        for (uint32_t f = 0; f < ffn_count; f++) {
-            int fd;
-            must(&ffns[f], order_of(ORDER_EXPORT, i, 0), -1, &fd);
-            must(&relay, order_of(ORDER_OPEN, i, f), fd, NULL);
-            close(fd);
-        }
+    for (uint32_t a = 0; use_relay && a < plan.atn_count; a++) {
+        agent_spawn("relay", life_fd, relay_number(scene, a), ++spawned, &relays[a]);
+        ready(&relays[a]);
+        for (uint32_t i = 0; i < plan.instance_count; i++)
+            for (uint32_t f = 0; f < plan.ffn_count; f++) {
+                if (!is_of(&plan.instances[i], a) || !(stage_members(&plan.instances[i]) >> f & 1))
+                    continue;
+                int fd;
+                must(&ffns[f], order_of(ORDER_EXPORT, i, 0), -1, &fd);
+                must(&relays[a], order_of(ORDER_OPEN, i, f), fd, NULL);
+                close(fd);
+            }
+    }
 }
 
 static void scene_down(void)
 {
-    if (by_relay) {
-        must(&relay, order_of(ORDER_STOP, 0, 0), -1, NULL);
-        agent_ended(&relay);
+    for (uint32_t a = 0; by_relay && a < plan.atn_count; a++) {
+        must(&relays[a], order_of(ORDER_STOP, 0, 0), -1, NULL);
+        agent_ended(&relays[a]);
     }
-    for (uint32_t f = 0; f < ffn_count; f++) {
+    for (uint32_t f = 0; f < plan.ffn_count; f++) {
         answer_t looked = ask(&ffns[f], order_of(ORDER_LOOK, 0, 0), -1, NULL);
         CHECK(looked.status == XP_OK && looked.values[0] == 0);
         answer_t counted = ask(&ffns[f], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
@@ -120,48 +132,88 @@ static void scene_down(void)
     }
 }
 
+/* All ranks of an Instance. */
+static void ranks_up(uint32_t instance, agent_t *clients)
+{
+    const fabric_plan_instance_t *one = &plan.instances[instance];
+    const uint32_t ranks = fabric_plan_ranks(one), members = stage_members(one);
+    const bool floors = plan.ffn_count == 1 && ranks == 1 && !by_relay;
+    uint32_t words[FABRIC_MAX_RANKS];
+    int arenas[FABRIC_MAX_RANKS], fd;
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        words[rank] = ++spawned;
+        agent_spawn("client", life_fd,
+                    client_number(instance, rank, scene_now, variant_now, by_relay), words[rank],
+                    &clients[rank]);
+    }
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        ready(&clients[rank]);
+        must(&clients[rank], order_of(ORDER_EXPORT, 0, 0), -1, &arenas[rank]);
+    }
+    for (uint32_t f = 0; f < plan.ffn_count; f++) {
+        if (!(members >> f & 1))
+            continue;
+        for (uint32_t rank = 0; rank < ranks; rank++) {
+            order_t give = order_of(ranks == 1 ? ORDER_ATTACH : ORDER_HAND, instance, floors);
+            fd = arenas[rank];
+            if (by_relay)
+                must(&relays[one->rank_atn[rank]],
+                     (order_t){.what = ORDER_EXPORT, .instance = instance, .rows = rank}, -1, &fd);
+            must(&ffns[f], give, fd, NULL);
+            if (by_relay)
+                close(fd);
+        }
+        if (ranks > 1)
+            must(&ffns[f], order_of(ORDER_ATTACH, instance, 0), -1, NULL);
+    }
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        if (by_relay) {
+            const order_t attach = {ORDER_ATTACH, instance, words[rank], rank, 0};
+            must(&relays[one->rank_atn[rank]], attach, arenas[rank], NULL);
+        }
+        for (uint32_t f = 0; !by_relay && f < plan.ffn_count; f++) {
+            if (!(members >> f & 1))
+                continue;
+            must(&ffns[f], order_of(ORDER_EXPORT, instance, floors), -1, &fd);
+            must(&clients[rank], order_of(ORDER_OPEN, instance, f), fd, NULL);
+            close(fd);
+        }
+        close(arenas[rank]);
+    }
+}
+
+/* Of one rank. */
 static agent_t client_up(uint32_t instance)
 {
     agent_t client;
-    int arena_fd, fd;
-    uint32_t life_index = ++spawned;
-    agent_spawn("client", life_fd, client_number(instance, 0, scene_now, variant_now, by_relay),
-                life_index, &client);
-    ready(&client);
-    must(&client, order_of(ORDER_EXPORT, 0, 0), -1, &arena_fd);
-    if (by_relay) {
-        must(&relay, order_of(ORDER_EXPORT, instance, 0), -1, &fd);
-        for (uint32_t f = 0; f < ffn_count; f++)
-            must(&ffns[f], order_of(ORDER_ATTACH, instance, 0), fd, NULL);
-        close(fd);
-        must(&relay, order_of(ORDER_ATTACH, instance, life_index), arena_fd, NULL);
-    } else {
-        for (uint32_t f = 0; f < ffn_count; f++)
-            must(&ffns[f], order_of(ORDER_ATTACH, instance, f == 0 && ffn_count == 1), arena_fd,
-                 NULL);
-        for (uint32_t f = 0; f < ffn_count; f++) {
-            must(&ffns[f], order_of(ORDER_EXPORT, instance, f == 0 && ffn_count == 1), -1, &fd);
-            must(&client, order_of(ORDER_OPEN, instance, f), fd, NULL);
-            close(fd);
-        }
-    }
-    close(arena_fd);
+    CHECK(fabric_plan_ranks(&plan.instances[instance]) == 1);
+    ranks_up(instance, &client);
     return client;
 }
 
 static void detach(uint32_t instance)
 {
-    if (by_relay)
-        must(&relay, order_of(ORDER_DETACH, instance, 0), -1, NULL);
-    for (uint32_t f = 0; f < ffn_count; f++)
-        must(&ffns[f], order_of(ORDER_DETACH, instance, 0), -1, NULL);
+    const fabric_plan_instance_t *one = &plan.instances[instance];
+    for (uint32_t rank = 0; by_relay && rank < fabric_plan_ranks(one); rank++)
+        must(&relays[one->rank_atn[rank]],
+             (order_t){.what = ORDER_DETACH, .instance = instance, .rows = rank}, -1, NULL);
+    for (uint32_t f = 0; f < plan.ffn_count; f++)
+        if (stage_members(one) >> f & 1)
+            must(&ffns[f], order_of(ORDER_DETACH, instance, 0), -1, NULL);
+}
+
+static void ranks_down(uint32_t instance, agent_t *clients)
+{
+    for (uint32_t rank = 0; rank < fabric_plan_ranks(&plan.instances[instance]); rank++) {
+        must(&clients[rank], order_of(ORDER_STOP, 0, 0), -1, NULL);
+        agent_ended(&clients[rank]);
+    }
+    detach(instance);
 }
 
 static void client_down(agent_t *client, uint32_t instance)
 {
-    must(client, order_of(ORDER_STOP, 0, 0), -1, NULL);
-    agent_ended(client);
-    detach(instance);
+    ranks_down(instance, client);
 }
 
 static void row(const char *metric, answer_t answer, double value, const char *unit, double floor,
@@ -172,7 +224,17 @@ static void row(const char *metric, answer_t answer, double value, const char *u
              answer.times.p50_us, answer.times.p99_us, answer.times.max_us,
              (unsigned long long)answer.done, (unsigned long long)answer.wrong);
     kit_row(metric, value, unit, floor, target, note);
+    kit_samples(&answer.times, metric);
     CHECK(answer.wrong == 0);
+}
+
+/* P50 and, as a row of its own, P99. */
+static void row_both(const char *metric, answer_t answer, double floor, const char *what)
+{
+    char name[120];
+    row(metric, answer, answer.times.p50_us, "us", floor, NULL, what);
+    snprintf(name, sizeof(name), "%.*s_p99_us", (int)(strlen(metric) - strlen("_us")), metric);
+    kit_row(name, answer.times.p99_us, "us", -1, NULL, "P99 of the row before");
 }
 
 static hop_floor_t hop_floor = {-1, -1, -1};
@@ -211,7 +273,7 @@ static void measure_rows(agent_t *client, const char *way)
             what, sizeof(what),
             "a layer of a captured graph of %d, %u rows of %d BF16, echo (times: a replay / %d)",
             LAYERS, rows[i], WIDTH, LAYERS);
-        row(metric, answer, answer.times.p50_us, "us", hop_floor.p50_us, NULL, what);
+        row_both(metric, answer, hop_floor.p50_us, what);
     }
 }
 
@@ -315,12 +377,9 @@ static void part_direct(uint32_t thousands)
     scene_down();
 }
 
-/* Where the time of a round trip goes. The clocks of two GPUs cannot be compared, so both hops are
- * one row: what the Instance waits, less what the scheduler spends. */
-static void measure_split(agent_t *client, uint32_t rows)
+/* Where the time of a round trip goes. */
+static void measure_split(agent_t *client, const char *way, const char *between, uint32_t rows)
 {
-    static const char *const parts[] = {"put",  "hops",   "scheduler", "echo",
-                                        "take", "answer", "longest"};
     const uint32_t count = 20000;
     answer_t before = ask(&ffns[0], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
     CHECK_OK(before.status);
@@ -328,34 +387,7 @@ static void measure_split(agent_t *client, uint32_t rows)
     CHECK_OK(trips.status);
     answer_t after = ask(&ffns[0], order_of(ORDER_COUNTERS, 0, 0), -1, NULL);
     CHECK_OK(after.status);
-    double spent[9] = {0}, client_us[3], noted = (double)(after.values[4] - before.values[4]);
-    CHECK(noted > 0);
-    for (int i = 5; i < 8; i++)
-        spent[i] = (double)(after.values[i] - before.values[i]) / noted / 1e3;
-    for (int i = 0; i < 3; i++)
-        client_us[i] = (double)trips.values[i] / count / 1e3;
-    const double values[] = {client_us[0],
-                             client_us[1] - spent[5] - spent[6] - spent[7],
-                             spent[5],
-                             spent[6],
-                             client_us[2],
-                             spent[7],
-                             (double)after.values[8] / 1e3};
-    static const char *const notes[] = {
-        "first store of rows to line published",
-        "line published to line seen, and answer published to answer seen; both ways",
-        "line seen to rows begun",
-        "rows of the echo, as the scheduler sees it",
-        "answer seen to rows read and checked",
-        "rows written to word published (waits for the rows to arrive)",
-        "longest from line seen to word published, since the start"};
-    for (int i = 0; i < 7; i++) {
-        char metric[80], what[240];
-        snprintf(metric, sizeof(metric), "hop.cuda.direct.split.%s_%urows_us", parts[i], rows);
-        snprintf(what, sizeof(what), "mean of %u, %u rows of %d BF16: %s; whole round trip", count,
-                 rows, WIDTH, notes[i]);
-        row(metric, trips, values[i], "us", hop_floor.p50_us, NULL, what);
-    }
+    hop_split_rows(way, between, &before, &trips, &after, rows, &hop_floor);
 }
 
 static void part_split(void)
@@ -367,7 +399,7 @@ static void part_split(void)
     if (hop_floor.p50_us < 0)
         measure_floors(&client);
     for (int i = 0; i < 3; i++)
-        measure_split(&client, rows[i]);
+        measure_split(&client, "direct", "", rows[i]);
     client_down(&client, INSTANCE_A);
     scene_down();
     /* The choices that are defaults, against what they replaced. */
@@ -394,6 +426,60 @@ static void part_partials(uint32_t thousands)
     scene_down();
 }
 
+/* One shape: all its ranks at once, every element of every rank checked. */
+static void measure_shape(uint32_t instance, const char *name)
+{
+    static const uint32_t rows[] = {1, 4, 64, 512};
+    const uint32_t ranks = fabric_plan_ranks(&plan.instances[instance]);
+    agent_t clients[FABRIC_MAX_RANKS];
+    ranks_up(instance, clients);
+    for (int i = 0; i < 4; i++) {
+        char metric[96], what[200];
+        answer_t slowest = {.status = XP_OK};
+        uint64_t wrong = 0, done = 0;
+        for (uint32_t rank = 0; rank < ranks; rank++) {
+            const order_t order = {ORDER_GRAPH, 0, 0, rows[i], rows[i] < 64 ? 100 : 20};
+            CHECK(kit_send(clients[rank].socket, &order, sizeof(order), -1));
+        }
+        for (uint32_t rank = 0; rank < ranks; rank++) {
+            answer_t answer;
+            CHECK(kit_receive(clients[rank].socket, &answer, sizeof(answer), NULL));
+            if (answer.status != XP_OK)
+                fprintf(stderr, "%s, rank %u: %s\n", name, rank, answer.text);
+            CHECK_OK(answer.status);
+            wrong += answer.wrong;
+            done += answer.done;
+            if (rank == 0 || answer.times.p50_us > slowest.times.p50_us)
+                slowest = answer;
+        }
+        slowest.wrong = wrong;
+        slowest.done = done;
+        snprintf(metric, sizeof(metric), "hop.cuda.%s.%s.graph_layer_%urows_us",
+                 by_relay ? "relay" : "direct", name, rows[i]);
+        snprintf(what, sizeof(what),
+                 "a layer of a captured graph of %d, %u rows of %d BF16 a rank (of the second one "
+                 "of attention DP one less), echo, %u ranks (times: a replay / %d, the slowest's)",
+                 LAYERS, rows[i], WIDTH, ranks, LAYERS);
+        row_both(metric, slowest, hop_floor.p50_us, what);
+    }
+    ranks_down(instance, clients);
+}
+
+static void part_shapes(void)
+{
+    static const char *const fan_in[] = {"fan_in.single_dp2", "fan_in.replicated_tp2"};
+    static const char *const mesh[] = {"mesh.direct_partial", "mesh.single_dp2",
+                                       "mesh.replicated_tp2", "mesh.single",
+                                       "mesh.direct_partial_tp2"};
+    for (uint32_t relayed = 0; relayed < 2; relayed++)
+        for (uint32_t scene = SCENE_MESH; scene <= SCENE_FAN_IN; scene++) {
+            scene_up(scene, relayed);
+            for (uint32_t i = 0; i < plan.instance_count; i++)
+                measure_shape(i, (scene == SCENE_MESH ? mesh : fan_in)[i]);
+            scene_down();
+        }
+}
+
 static void part_relay(uint32_t thousands)
 {
     enum { BULKS = 30, WARM = 3 };
@@ -412,6 +498,14 @@ static void part_relay(uint32_t thousands)
                  (double)(after.values[3] - before.values[3]) / (BULKS + WARM) / 1e3);
     client_down(&bulk, INSTANCE_BULK);
     scene_down();
+    variant_now = VARIANT_NOTES;
+    scene_up(SCENE_ONE, true);
+    client = client_up(INSTANCE_A);
+    for (uint32_t rows = 1; rows <= 16; rows *= 4)
+        measure_split(&client, "relay", HOP_RELAYED, rows);
+    client_down(&client, INSTANCE_A);
+    scene_down();
+    variant_now = 0;
 }
 
 static void loop(agent_t *client)
@@ -524,6 +618,8 @@ int main(int argc, char **argv)
         part_split();
     if (strstr(parts, "partials"))
         part_partials(thousands);
+    if (argc < 3 || strstr(parts, "shapes"))
+        part_shapes();
     if (strstr(parts, "relay"))
         part_relay(thousands);
     if (strstr(parts, "kill"))

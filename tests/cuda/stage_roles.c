@@ -123,6 +123,47 @@ void hop_rows(const char *way, const answer_t *trips, const hop_floor_t *floor,
     }
 }
 
+void hop_split_rows(const char *way, const char *between, const answer_t *before,
+                    const answer_t *trips, const answer_t *after, uint32_t rows,
+                    const hop_floor_t *floor)
+{
+    static const char *const parts[] = {"put",  "hops",   "scheduler", "echo",
+                                        "take", "answer", "longest"};
+    static const char *const notes[] = {
+        "first store of rows to line published",
+        "line published to line seen, and answer published to answer seen; both ways",
+        "line seen to rows begun",
+        "rows of the echo, as the scheduler sees it",
+        "answer seen to rows read and checked",
+        "rows written to word published (waits for the rows to arrive)",
+        "longest from line seen to word published, since the start"};
+    const double noted = (double)(after->values[4] - before->values[4]);
+    double spent[8] = {0}, client_us[3];
+    CHECK(noted > 0 && trips->done > 0);
+    for (int i = 5; i < 8; i++)
+        spent[i] = (double)(after->values[i] - before->values[i]) / noted / 1e3;
+    for (int i = 0; i < 3; i++)
+        client_us[i] = (double)trips->values[i] / (double)trips->done / 1e3;
+    const double values[] = {client_us[0],
+                             client_us[1] - spent[5] - spent[6] - spent[7],
+                             spent[5],
+                             spent[6],
+                             client_us[2],
+                             spent[7],
+                             (double)after->values[8] / 1e3};
+    for (int i = 0; i < 7; i++) {
+        char metric[96], note[400];
+        snprintf(metric, sizeof(metric), "hop.cuda.%s.split.%s_%urows_us", way, parts[i], rows);
+        snprintf(note, sizeof(note),
+                 "mean of %llu, %u rows of %d BF16: %s%s; whole round trip P50 %.3f, P99 %.3f us, "
+                 "%llu wrong",
+                 (unsigned long long)trips->done, rows, WIDTH, notes[i], i == 1 ? between : "",
+                 trips->times.p50_us, trips->times.p99_us, (unsigned long long)trips->wrong);
+        kit_row(metric, values[i], "us", floor->p50_us, NULL, note);
+    }
+    CHECK(trips->wrong == 0);
+}
+
 void hop_bulk_row(const char *way, const answer_t *bulk, double execute_us)
 {
     char metric[80], note[300];
@@ -287,6 +328,8 @@ static void ffn_role(int argc, char **argv)
     order_t order;
     stage_ffn_t *ffn;
     cuda_block_t pages[3] = {0}, arenas[3] = {0}; /* a second mapping each, for the floors */
+    int held[FABRIC_MAX_RANKS];                   /* ORDER_HAND: arenas, until the attach */
+    uint32_t held_count = 0;
     const int socket = kit_role_socket(argv);
     const uint32_t a = kit_role_number(argv, 0), index = a & 0xff;
     const uint32_t variant = a >> 12 & 0xf;
@@ -330,9 +373,21 @@ static void ffn_role(int argc, char **argv)
         case ORDER_START:
             answer = answer_of(stage_ffn_start(ffn));
             break;
+        case ORDER_HAND:
+            CHECK(held_count < FABRIC_MAX_RANKS && fd >= 0);
+            held[held_count++] = fd;
+            fd = -1;
+            answer = answer_of(XP_OK);
+            break;
         case ORDER_ATTACH:
-            answer = answer_of(stage_ffn_attach(ffn, order.instance, heap ? NULL : &fd,
+            CHECK(heap || (held_count ? held_count : 1) == fabric_plan_ranks(plan));
+            answer = answer_of(stage_ffn_attach(ffn, order.instance,
+                                                heap         ? NULL
+                                                : held_count ? held
+                                                             : &fd,
                                                 fabric_plan_ranks(plan), SOON));
+            while (held_count)
+                close(held[--held_count]);
             if (answer.status == XP_OK && order.other) {
                 cuda_block_destroy(&arenas[order.instance]); /* a predecessor's */
                 CHECK_OK(cuda_block_import(&role.device, fd,
@@ -447,6 +502,7 @@ static void relay_role(int argc, char **argv)
 typedef struct self {
     role_t role;
     uint32_t instance, members, max_rows;
+    uint32_t dp; /* this rank's part of attention DP */
     stage_client_t *client;
     transport_geometry_t geometry;
     cuda_address_t in, out;
@@ -456,17 +512,22 @@ typedef struct self {
     cuda_block_t page; /* of FfnAgent 0, for the floors */
 } self_t;
 
-static void self_live(self_t *self, uint32_t rows)
+/* Returns this rank's rows: with attention DP the second one has one less, so that no rank can pass
+ * with rows at another one's place; none of one row. */
+static uint32_t self_live(self_t *self, uint32_t rows)
 {
-    transport_live_t live = {.rows = rows};
+    transport_live_t live = {0};
     for (uint32_t i = 0; i < self->role.plan.instances[self->instance].atn_dp; i++)
-        live.dp_rows[i] = rows;
+        live.dp_rows[i] = rows > i ? rows - i : 0;
+    live.rows = live.dp_rows[self->dp];
     CHECK_OK(stage_client_live_write(self->client, &live, self->role.stream));
+    return live.rows;
 }
 
 static void self_fill(self_t *self, uint32_t rows, uint32_t seed)
 {
     uint64_t elements = (uint64_t)rows * WIDTH;
+    seed += self->dp * 11;
     void *parameters[] = {&self->in, &elements, &seed};
     CHECK_OK(cuda_launch(&self->role.device, self->role.kernels[TEST_FILL], 64, 256,
                          self->role.stream, parameters));
@@ -475,6 +536,7 @@ static void self_fill(self_t *self, uint32_t rows, uint32_t seed)
 static void self_check(self_t *self, uint32_t rows, uint32_t seed, uint32_t layer)
 {
     uint64_t elements = (uint64_t)rows * WIDTH;
+    seed += self->dp * 11;
     void *parameters[] = {&self->out, &elements, &seed, &layer, &self->members, &self->role.wrong};
     CHECK_OK(cuda_launch(&self->role.device, self->role.kernels[TEST_CHECK], 64, 256,
                          self->role.stream, parameters));
@@ -533,13 +595,13 @@ static answer_t self_graph(self_t *self, uint32_t rows, uint32_t count)
     role_zero(&self->role, self->role.wrong, 4);
     for (uint32_t i = 0; i < count + 10; i++) {
         float ms;
-        self_live(self, rows);
-        self_fill(self, rows, i);
+        const uint32_t own = self_live(self, rows);
+        self_fill(self, own, i);
         CHECK_OK(
             CUDA_CALL(self->role.device.driver, cuEventRecord, self->start, self->role.stream));
         CHECK_OK(cuda_graph_launch(&self->role.device, self->graph, self->role.stream));
         CHECK_OK(CUDA_CALL(self->role.device.driver, cuEventRecord, self->end, self->role.stream));
-        self_check(self, rows, i, LAYERS - 1);
+        self_check(self, own, i, LAYERS - 1);
         role_wait(&self->role, self->role.stream, 20);
         CHECK_OK(
             CUDA_CALL(self->role.device.driver, cuEventElapsedTime, &ms, self->start, self->end));
@@ -630,8 +692,7 @@ static answer_t self_loop(self_t *self)
     answer_t begun = answer_of(XP_OK);
     CHECK(kit_send(self->role.socket, &begun, sizeof(begun), -1));
     for (uint32_t i = 0; on; i++) {
-        uint32_t rows = kit_value(i, self->instance) % 33, seed = i;
-        self_live(self, rows);
+        uint32_t rows = self_live(self, kit_value(i, self->instance) % 33), seed = i;
         self_fill(self, rows, seed);
         CHECK_OK(cuda_graph_launch(&self->role.device, self->graph, self->role.stream));
         self_check(self, rows, seed, LAYERS - 1);
@@ -681,6 +742,7 @@ static void client_role(int argc, char **argv)
     const fabric_plan_instance_t *plan = &self.role.plan.instances[self.instance];
     self.members = fabric_group_size(plan->layer_group[0]);
     self.max_rows = plan->max_rows;
+    self.dp = rank / plan->atn_tp;
     self.geometry = stage_geometry(plan);
     stage_client_config_t config = {.device = &self.role.device,
                                     .instance = plan,
@@ -708,7 +770,7 @@ static void client_role(int argc, char **argv)
             break;
         case ORDER_OPEN:
             answer = answer_of(stage_client_open(self.client, order.other, fd));
-            if (answer.status == XP_OK && order.other == 0)
+            if (answer.status == XP_OK && order.other == 0 && fabric_plan_ranks(plan) == 1)
                 CHECK_OK(cuda_block_import(
                     &self.role.device, fd,
                     STAGE_HEADER_BYTES + (uint64_t)plan->max_rows * WIDTH * 2, &self.page));

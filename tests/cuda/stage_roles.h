@@ -46,6 +46,7 @@ enum {
     ORDER_EXPORT_PARTIALS,
     ORDER_IMPORT,
     ORDER_START,
+    ORDER_HAND, /* an arena of the ATTACH that comes; of several ranks, in their order */
     ORDER_ATTACH,
     ORDER_DETACH,
     ORDER_LOOK,
@@ -83,6 +84,14 @@ double hop_compute_us(const answer_t *before, const answer_t *after);
  * P50, if both are known. `floor_text` says what the floor is. */
 void hop_rows(const char *way, const answer_t *trips, const hop_floor_t *floor,
               const char *floor_text);
+/* Rows hop.cuda.<way>.split.*: means of the round trips (ORDER_TRIPS with notes) between two
+ * answers to ORDER_COUNTERS of an FfnAgent with VARIANT_NOTES. The clocks of two GPUs cannot be
+ * compared, so both hops are one row: what the Instance waits, less what the scheduler spends;
+ * `between`: what lies in them besides. */
+#define HOP_RELAYED ", the AtnAgent's mailbox and copies of both ways between"
+void hop_split_rows(const char *way, const char *between, const answer_t *before,
+                    const answer_t *trips, const answer_t *after, uint32_t rows,
+                    const hop_floor_t *floor);
 /* Row hop.cuda.<way>.bulk_gbs of a relayed way, of an answer to ORDER_BULK and the execution's time
  * of a layer. */
 void hop_bulk_row(const char *way, const answer_t *bulk, double execute_us);

@@ -139,12 +139,18 @@ extern "C" __global__ void stage_test_ping(uint64_t *mine, uint64_t *theirs, uin
     });
 }
 
+// Another one in each column and row, so that rows at another one's place show.
+static __device__ float test_value(uint64_t e, uint32_t seed)
+{
+    return (float)((e + e / 2048 * 5 + seed) % 32);
+}
+
 // Stands for attention in captured graphs: sets the next layer's input from this one's output.
 extern "C" __global__ void stage_test_fill(uint16_t *rows, uint64_t elements, uint32_t seed)
 {
     for (uint64_t e = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; e < elements;
          e += (uint64_t)gridDim.x * blockDim.x)
-        rows[e] = stage_bits((float)((e + seed) % 32), FFN_CUDA_BF16);
+        rows[e] = stage_bits(test_value(e, seed), FFN_CUDA_BF16);
 }
 
 // wrong += elements of `rows` that are not what the echo makes of stage_test_fill's.
@@ -154,6 +160,6 @@ extern "C" __global__ void stage_test_check(const uint16_t *rows, uint64_t eleme
     for (uint64_t e = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; e < elements;
          e += (uint64_t)gridDim.x * blockDim.x)
         if (stage_value(rows[e], FFN_CUDA_BF16) !=
-            (float)((e + seed) % 32 * (members * (members + 1) / 2) + layer))
+            test_value(e, seed) * (float)(members * (members + 1) / 2) + (float)layer)
             atomicAdd(wrong, 1u);
 }

@@ -284,6 +284,11 @@ static void report_target(const char *metric, tally_t *tally, const char *what, 
         tally->kills, what, word.p50_us, word.p99_us, word.max_us, pidfd.p50_us, pidfd.max_us,
         tally->harmed ? "; first: " : "", tally->first);
     kit_row(metric, tally->harmed, "kills", -1, target, note);
+    char name[96];
+    snprintf(name, sizeof(name), "%s.word", metric);
+    kit_samples(&word, name);
+    snprintf(name, sizeof(name), "%s.pidfd", metric);
+    kit_samples(&pidfd, name);
 }
 
 static void report(const char *metric, tally_t *tally, const char *what)
@@ -362,6 +367,7 @@ int main(int argc, char **argv)
                  "AtnAgent's death to all %d arenas attached to the next, max %.0f", CLIENTS,
                  pause.max_us); /* samples were us, so the summary is ms */
         kit_row("transport.cuda.agent_replace_ms", pause.p50_us, "ms", -1, NULL, note);
+        kit_samples(&pause, "transport.cuda.agent_replace_ms");
     }
     if (argc > 3)
         measure_drain((uint32_t)strtoul(argv[3], NULL, 10));

@@ -17,6 +17,11 @@ tokens say something.
     tensor   attention on cuda:0, two FfnAgents (cuda:0 shares its roles, cuda:1), each with half of every
              expert
     relay    as one, rows by way of the AtnAgent
+    mesh     two AtnAgents, two FfnAgents, both roles on each GPU (all under MPS); Instances on both, each
+             with half of every expert on each
+    mesh-relay  the same, rows by way of the two AtnAgents
+    ranks    as mesh, each Instance two ranks (attention TP): a process on each GPU, both with the whole model and
+             the same rows, of which the FfnAgents take the first one's and answer both
     kill     as one; one Instance is killed in the middle, the others go on unharmed
     reform   as one; while all four decode, eagerly and then by replaying graphs, the FfnAgent gets SIGKILL, and
              then the AtnAgent. Agents are started again, the weights taken over without reading. The Instances
@@ -28,7 +33,7 @@ tokens say something.
              started anew
     nvshmem, nvshmem-mesh (two of each role, shared GPUs), nvshmem-far: over NVSHMEM; run only when they are named
 
-`--rehearse` runs the scenes `one` and `reform` on CPU devices, without graphs: it tries everything of this script but
+`--rehearse` runs the scenes `one`, `mesh`, `ranks` and `reform` on CPU devices, without graphs: it tries everything of this script but
 the GPU. What the interpreter needs: torch, transformers, cffi. Exit code 77: no GPUs here.
 """
 
@@ -60,6 +65,11 @@ SCENES = {
     "one": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1),
     "tensor": dict(atn=["cuda:0"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True),
     "relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay"),
+    "mesh": dict(atn=["cuda:0", "cuda:1"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True),
+    "mesh-relay": dict(
+        atn=["cuda:0", "cuda:1"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True, provider="p2p-relay"
+    ),
+    "ranks": dict(atn=["cuda:0", "cuda:1"], ffn=["cuda:0", "cuda:1"], tp=2, shared=True, attention_tp=2),
     "kill": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, kill="qwen3"),
     "reform": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120),
     "reform-relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120, provider="p2p-relay"),
@@ -257,8 +267,29 @@ def mend(model):
     return model
 
 
+def part_name(model, rank):
+    return f"{model}.{rank}" if rank else model
+
+
+def shared_prompt(file, rank, choose):
+    """All ranks of an Instance take the first one's."""
+    import torch
+
+    if rank == 0:
+        chosen = choose()
+        torch.save(chosen, file.with_suffix(".new"))
+        file.with_suffix(".new").rename(file)
+        return chosen
+    limit = time.monotonic() + WAIT_S
+    while not file.exists():
+        if time.monotonic() > limit:
+            raise SystemExit("the first rank chose no prompt")
+        time.sleep(0.02)
+    return torch.load(file)
+
+
 def instance(arguments):
-    """One Instance: reference, then through CrossPool. Its result is a file; a barrier by files."""
+    """One Instance Rank: reference, then through CrossPool. Its result is a file; a barrier by files."""
     import torch
     import transformers
 
@@ -266,13 +297,19 @@ def instance(arguments):
 
     folder = pathlib.Path(arguments.folder)
     device = torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     config = XpoolConfig()
     info = config.model_info(arguments.instance)
     path = config.model_path_of(arguments.instance)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     model = mend(model).eval().to(device)
-    prompt, stable = choose_prompt(model, path, device, arguments.tokens)
+    name = part_name(arguments.instance, arguments.rank)
+    prompt, stable = shared_prompt(
+        folder / f"{arguments.instance}.prompt", arguments.rank,
+        lambda: choose_prompt(model, path, device, arguments.tokens),
+    )  # fmt: skip
     wanted, logits, gaps = Generator(model, device, arguments.tokens, prompt).run(graphs=False)
 
     told = []
@@ -286,14 +323,14 @@ def instance(arguments):
         checkpoint=path,
         hidden=info.hidden,
         layers=info.layers,
-        attention_tp=1,
+        attention_tp=info.attention_tp,
         attention_dp=1,
         decode_rows=PADDED,
         prefill_rows=PADDED * PROMPT,
         dtype=ranks.F16 if device.type == "cuda" else ranks.F32,
     )
     ordinal = None if device.type == "cpu" else device.index or 0
-    rank = Rank(config, arguments.instance, 0, workload, ended, ordinal)
+    rank = Rank(config, arguments.instance, arguments.rank, workload, ended, ordinal)
     ops.attach(rank)
     replace_mlp(model, device)
     rank.wait_executable()
@@ -318,20 +355,20 @@ def instance(arguments):
         "modes": {},
     }
     rank.serving("", 0, 0, 0, 0, info.max_context)
-    (folder / f"{arguments.instance}.ready").touch()
+    (folder / f"{name}.ready").touch()
     limit = time.monotonic() + WAIT_S
     while not (folder / "go").exists():  # all four at once
         if time.monotonic() > limit or told:
             raise SystemExit("told to end" if told else "the other Instances did not come")
         time.sleep(0.005)
 
-    at = folder / f"{arguments.instance}.at"
+    at = folder / f"{name}.at"
     told_at = [time.monotonic()]
     longest = [0.0]
 
     def after(step):
         if step == arguments.tokens // 2:
-            (folder / f"{arguments.instance}.half").touch()
+            (folder / f"{name}.half").touch()
         if arguments.kills:
             if ordinal is not None:
                 torch.cuda.synchronize()
@@ -368,7 +405,7 @@ def instance(arguments):
     if ordinal is not None:
         torch.cuda.synchronize()
     rank.close()
-    (folder / f"{arguments.instance}.json").write_text(json.dumps(result))
+    (folder / f"{name}.json").write_text(json.dumps(result))
 
 
 # ---- scenes --------------------------------------------------------------------------------------------
@@ -585,7 +622,8 @@ def run_scene(name, scene, scratch, arguments):
         raise RuntimeError(plan.stderr)
     print(plan.stdout, flush=True)
     device = scene["atn"][0].partition(":")[0]
-    device = "cpu" if device == "cpu" else "cuda:0"  # as the Instance sees it: its own device comes first
+    ranks = range(scene.get("attention_tp", 1))
+    models = {part_name(model, rank): (model, rank) for model in models for rank in ranks}  # all Instance Ranks
     result = {"scene": name, "models": {}}
     victim = scene.get("kill")
     try:
@@ -595,12 +633,14 @@ def run_scene(name, scene, scratch, arguments):
             for one in devices:
                 system.role(f"{kind} {one}", kind, "--device", one)
 
-        def start_model(model):
+        def start_model(name):
+            model, rank = models[name]
+            own = device if device == "cpu" else f"cuda:{rank}"  # as the Instance sees it: its ranks' devices come first
             words = ["exec", "--config", config, "--model", model, "--", sys.executable, __file__]
-            words += ["--build", arguments.build, "--instance", model, "--folder", folder]
-            words += ["--device", device, "--repeats", str(arguments.repeats), "--tokens", str(arguments.tokens)]
+            words += ["--build", arguments.build, "--instance", model, "--rank", str(rank), "--folder", folder]
+            words += ["--device", own, "--repeats", str(arguments.repeats), "--tokens", str(arguments.tokens)]
             words += ["--kills"] if scene.get("reform") and not scene.get("anew") else []
-            system.start(model, xpool, *words)
+            system.start(name, xpool, *words)
 
         def all_there():
             there = [folder / f"{m}.ready" for m in models]
@@ -724,6 +764,7 @@ def main():
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--instance", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
     parser.add_argument("--kills", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -733,7 +774,9 @@ def main():
         return 0
     scenes = {name: (SCENES | HEAP_SCENES)[name] for name in arguments.scene or SCENES}
     if arguments.rehearse:
-        scenes, arguments.tokens = {"one": REHEARSAL, "reform": dict(REHEARSAL, reform=60)}, 12
+        mesh = dict(atn=["cpu:0", "cpu:1"], ffn=["cpu:2", "cpu:3"], tp=2)
+        scenes = {"one": REHEARSAL, "mesh": mesh, "ranks": dict(mesh, attention_tp=2)}
+        scenes, arguments.tokens = scenes | {"reform": dict(REHEARSAL, reform=60)}, 12
         scenes = {name: scene for name, scene in scenes.items() if name in (arguments.scene or scenes)}
     else:
         told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True, timeout=120)

@@ -19,7 +19,7 @@ from harness import check
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "tests" / "cuda" / "all_on_device"
 SCRIPTS = {
-    "good": "import sys; open(sys.argv[2] + '/x.json', 'w').write("
+    "good": "import sys; open(sys.argv[2] + '/x.samples.txt', 'w').write('m 5*2 7*1\\n'); open(sys.argv[2] + '/x.json', 'w').write("
     "'{\"bench\": \"x\", \"rows\": [{\"metric\": \"m\", \"value\": 2, \"unit\": \"us\"}]}')",
     "bad": "print('FAILED something'); raise SystemExit(3)",
     "hang": "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
@@ -73,6 +73,7 @@ def steps():
         module.subprocess = type("Quiet", (), {"run": staticmethod(lambda *_, **__: type("R", (), {"returncode": 0}))})
         code, said = call(module, "take", str(folder / "out" / "on_device.tar.gz"))
         check(code == 0 and "3 -> 2 us" in said and "no longer there: n" in said, said)
+        check((module.RESULTS / "samples" / "x.txt").read_text() == "m 5*2 7*1\n", "the samples are not there")
         check(json.loads((module.RESULTS / "x.json").read_text())["rows"][0]["value"] == 2, "the row is not there")
 
 

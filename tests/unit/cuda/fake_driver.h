@@ -322,13 +322,13 @@ static int fake_cuMemHostAlloc(void **address, size_t bytes, unsigned flags)
 {
     FAKE_CALL(cuMemHostAlloc);
     *address = calloc(1, bytes);
-    fake.host_blocks++;
+    __atomic_fetch_add(&fake.host_blocks, 1, __ATOMIC_RELAXED);
     return *address ? 0 : CUDA_RESULT_OUT_OF_MEMORY;
 }
 static int fake_cuMemFreeHost(void *address)
 {
     free(address);
-    fake.host_blocks--;
+    __atomic_fetch_sub(&fake.host_blocks, 1, __ATOMIC_RELAXED);
     return 0;
 }
 static int fake_cuMemHostRegister(void *address, size_t bytes, unsigned flags)
@@ -512,11 +512,11 @@ static int fake_cuStreamCreateWithPriority(cuda_stream_t *stream, unsigned flags
 {
     FAKE_CALL(cuStreamCreateWithPriority);
     if (flags != CUDA_STREAM_NON_BLOCKING)
-        return CUDA_RESULT_INVALID_VALUE; /* never the kind that waits for others */
-    for (int i = 0; i < FAKE_OBJECTS; i++)
-        if (!fake.stream[i].used) {
-            fake.stream[i] = (struct cuda_stream_object){.used = true};
-            fake.streams++;
+        return CUDA_RESULT_INVALID_VALUE;  /* never the kind that waits for others */
+    for (int i = 0; i < FAKE_OBJECTS; i++) /* several threads at a time */
+        if (!__atomic_test_and_set(&fake.stream[i].used, __ATOMIC_ACQUIRE)) {
+            fake.stream[i].capturing = fake.stream[i].busy = false;
+            __atomic_fetch_add(&fake.streams, 1, __ATOMIC_RELAXED);
             *stream = &fake.stream[i];
             return 0;
         }
@@ -524,8 +524,8 @@ static int fake_cuStreamCreateWithPriority(cuda_stream_t *stream, unsigned flags
 }
 static int fake_cuStreamDestroy(cuda_stream_t stream)
 {
-    stream->used = false;
-    fake.streams--;
+    __atomic_fetch_sub(&fake.streams, 1, __ATOMIC_RELAXED);
+    __atomic_clear(&stream->used, __ATOMIC_RELEASE);
     return 0;
 }
 static int fake_cuStreamSynchronize(cuda_stream_t stream)
