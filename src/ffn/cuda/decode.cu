@@ -13,8 +13,9 @@
 //           piece of a unit is loaded once for all tiles of the pass, a unit ahead
 //   gate    a block owns a range of (gate row, up row) pairs over all chosen parts; a tile is 8 gate
 //           rows above their 8 up rows, so that one lane holds both sums of a pair
-//   down    a block owns a range of output columns; the inner dimension runs over all chosen parts in
-//           ascending order, the shared part last, so the sum over experts stays in the registers
+//   down    a block owns a range of output columns. That of experts goes otherwise: decode_pairs.cuh
+//
+// Layers of experts and dense ones are instantiations of their own: neither pays for what the other needs.
 //
 // Copies run ahead over all borders: passes, the barrier between gate and down (weights depend on
 // nothing), and, in the resident kernel, from one layer to the next: the first weights of a dense
@@ -446,8 +447,8 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
     ptx_copies_wait<0>();
 }
 
-// Without the limit it would take more: what does not change over layers is kept in registers, where there
-// are any.
+// Without the limit it takes more. What goes to local memory then is what a launch reckons once, read back
+// once a layer.
 extern "C" __global__ void __maxnreg__(DECODE_MOST_REGISTERS)
     DECODE_NAME(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue, uint32_t look_ahead)
 {
