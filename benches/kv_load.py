@@ -84,29 +84,20 @@ def replay(servers, requests, patience):
     return dict(zip(requests, answers, strict=True))
 
 
-class Trimming:
+class Trimming(harness.Repeated):
     """Takes everything that is not in use, again and again."""
 
     def __init__(self, fleet, pause=0.02):
-        self.fleet, self.pause, self.count, self.errors, self.stop = fleet, pause, 0, [], threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        super().__init__(pause)
+        self.fleet, self.count, self.errors = fleet, 0, []
 
-    def run(self):
-        while not self.stop.wait(self.pause):
-            try:
-                self.fleet.kv("trim", "--all")
-                self.count += 1
-            except (harness.Failed, OSError, subprocess.SubprocessError) as error:
-                self.errors.append(str(error))
-                return
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.stop.set()
-        self.thread.join(30)
+    def once(self):
+        try:
+            self.fleet.kv("trim", "--all")
+            self.count += 1
+        except (harness.Failed, OSError, subprocess.SubprocessError) as error:
+            self.errors.append(str(error))
+            self.over.set()
 
 
 # ---- outcome -----------------------------------------------------------------------------------------------

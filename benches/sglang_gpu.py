@@ -255,7 +255,7 @@ class Run:
                 return left
             time.sleep(0.3)
 
-    def real(self, name, kv_tokens=None):
+    def real(self, name, kv_tokens=None, requests=32):
         """A model of real size; in a rehearsal a small one of its family."""
         if self.arguments.rehearse:
             family = {"Qwen3-30B-A3B": "qwen3-moe", "Qwen3-14B": "qwen3-moe"}.get(name, "deepseek-v2")
@@ -263,7 +263,7 @@ class Run:
         else:
             path, dummy = sglang_models.real_size(name, self.arguments.scratch / "models"), True
         s = self.sizes
-        return Model(name, path, dummy=dummy, kv_tokens=kv_tokens or s.kv_tokens, context=s.context, rows=s.rows)
+        return Model(name, path, dummy=dummy, kv_tokens=kv_tokens or s.kv_tokens, context=s.context, rows=s.rows, requests=requests)
 
     def small(self, checkpoint, mode, tp=1, dp=1):
         arguments = self.arguments
@@ -319,7 +319,8 @@ def all_gaps(answers):
 
 # ---- latency and memory ------------------------------------------------------------------------------------
 def real_fleet(run, name):
-    model = run.real(name)
+    # Two more than the largest batch: SGLang counts a request whose prompt comes in chunks twice.
+    model = run.real(name, requests=max(run.sizes.batches) + 2)
     return run.start(f"latency-{name}", vanilla=[(model, run.host.atn)], models=[model])
 
 
