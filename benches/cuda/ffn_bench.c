@@ -5,7 +5,7 @@
  * L2 in all.
  *
  * usage: cuda_ffn_bench [quick] [dense-decode] [moe-decode] [dense-prefill] [moe-prefill]
- *                       [split] [read] [few] [bulk-split] [candidates=NAME,...]   (when named)
+ *                       [split] [read] [few] [bulk-split]   (when named)
  * Rows go to stdout as lines of JSON; benches/cuda/ffn_on_device makes the file.
  */
 #include <math.h>
@@ -13,7 +13,6 @@
 #include <unistd.h>
 
 #include "ffn_bench.h"
-#include "ffn_candidates.h"
 #include "samples.h"
 
 enum { REPEATS = 7, SAMPLES = 2048 };
@@ -604,101 +603,6 @@ static void bench_split(ffn_kit_t *kit)
     sample_count = SAMPLES;
 }
 
-/* ---- candidates for the decode kernel
- * ------------------------------------------------------------ */
-/* Distinct experts of a layer, as two Lanes' rows choose them; dense: 1. */
-static double parts_chosen(const ffn_kit_model_t *m, const bench_lanes_t *l, uint32_t rows)
-{
-    const ffn_cuda_signature_t *s = &m->signature;
-    double parts = 0;
-    if (s->experts == 0)
-        return 1;
-    for (uint32_t lane = 0; lane < 2; lane++) {
-        uint32_t chosen[FFN_CUDA_MAX_TOP_K];
-        bool seen[FFN_CUDA_MAX_EXPERTS] = {false};
-        for (uint32_t r = 0; r < rows; r++) {
-            ffn_kit_chosen(m, l->lane[lane].layer, 9000 + lane, r, chosen);
-            for (uint32_t k = 0; k < s->top_k; k++) {
-                parts += !seen[chosen[k]] / 2.0;
-                seen[chosen[k]] = true;
-            }
-        }
-    }
-    return parts;
-}
-
-static void lanes_trace(ffn_kit_t *kit, bench_lanes_t *l, uint32_t rows, cuda_address_t trace)
-{
-    for (uint32_t i = 0; i < l->count; i++)
-        l->lane[i].workspace.trace = (void *)(uintptr_t)trace;
-    bench_lanes_rows(kit, l, rows);
-}
-
-/* All kernels in turn, several times over; a kernel's time is the median of its turns. */
-static void bench_candidates_of(ffn_kit_t *kit, const ffn_candidates_t *c, const char *name,
-                                const ffn_cuda_signature_t *s, uint32_t layers)
-{
-    enum { TURNS = 5 };
-    static const uint32_t counts[] = {1, 2, 4, 8, 16};
-    ffn_kit_model_t m;
-    bench_lanes_t l;
-    ffn_kit_model_make(kit, s, layers, 6, false, &m);
-    bench_lanes_make(kit, &m, s->experts ? MAX_LANES : layers, ffn_cuda_decode_rows(s), 0, &l);
-    const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
-    cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
-    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
-        const uint32_t rows = counts[i];
-        double us[FFN_CANDIDATES_MOST][TURNS], graph[FFN_CANDIDATES_MOST][TURNS];
-        const double part_bytes = 3.0 * s->hidden * s->intermediate * 2;
-        const double floor_us = parts_chosen(&m, &l, rows) * part_bytes / bench_copy_rate * 1e6;
-        lanes_trace(kit, &l, rows, 0);
-        for (uint32_t turn = 0; turn < TURNS; turn++)
-            for (uint32_t k = 0; k < c->count; k++) {
-                ffn_candidates_use(kit, c, k);
-                us[k][turn] = resident_us(kit, &l, false, 0).mean_us;
-                graph[k][turn] = decode_graph_us(kit, &l);
-            }
-        lanes_trace(kit, &l, rows, trace);
-        for (uint32_t k = 0; k < c->count; k++) {
-            char metric[96], note[700], text[500] = "";
-            const double median_us = bench_median(us[k], TURNS), used = us[0][TURNS / 2];
-            ffn_candidates_use(kit, c, k);
-            ffn_kit_set(kit, trace, 0, trace_bytes);
-            resident_us(kit, &l, false, 0);
-            trace_text(kit, trace, sample_count, text, sizeof(text));
-            snprintf(metric, sizeof(metric), "ffn.%s.decode%u.candidate.%s_us", name, rows,
-                     c->name[k]);
-            snprintf(note, sizeof(note),
-                     "%.2f times the floor; resident %.2f-%.2f us, captured %.2f; peer: the kernel "
-                     "in use, in the same turns;%s",
-                     median_us / floor_us, us[k][0], us[k][TURNS - 1],
-                     bench_median(graph[k], TURNS), text);
-            bench_row(metric, median_us, "us", floor_us, used, NULL, note);
-        }
-        printf("# %-5s rows %2u floor %7.2f us:", name, rows, floor_us);
-        for (uint32_t k = 0; k < c->count; k++)
-            printf("  %s %.2f", c->name[k], us[k][TURNS / 2]);
-        printf("\n");
-    }
-    ffn_candidates_use(kit, c, 0);
-    ffn_kit_free(kit, trace);
-    bench_lanes_free(kit, &l);
-    ffn_kit_model_free(kit, &m);
-}
-
-static void bench_candidates(ffn_kit_t *kit, const char *names)
-{
-    const ffn_cuda_signature_t s = bench_signature_dense(), e = bench_signature_moe();
-    ffn_candidates_t candidates;
-    ffn_candidates_load(kit, names, &candidates);
-    quick = false;
-    sample_count = 256;
-    bench_candidates_of(kit, &candidates, "moe", &e, 4);
-    bench_candidates_of(kit, &candidates, "dense", &s, 6);
-    sample_count = SAMPLES;
-    ffn_candidates_unload(kit, &candidates);
-}
-
 static bool wanted(int count, char **arguments, const char *group)
 {
     bool any = false;
@@ -735,8 +639,6 @@ int main(int count, char **arguments)
             bench_few(&kit);
         if (strcmp(arguments[i], "bulk-split") == 0)
             bench_bulk_split(&kit);
-        if (strncmp(arguments[i], "candidates=", 11) == 0)
-            bench_candidates(&kit, arguments[i] + 11);
     }
     ffn_kit_close(&kit);
     return 0;

@@ -27,7 +27,7 @@ void bench_lanes_free(ffn_kit_t *kit, bench_lanes_t *l);
 ffn_cuda_signature_t bench_signature_dense(void);
 ffn_cuda_signature_t bench_signature_moe(void);
 
-/* All ways to compute a layer for up to 128 rows, in turns: of experts, dense. */
+/* All ways to compute a layer for up to 64 rows, in turns: of experts, dense. */
 void bench_few(ffn_kit_t *kit);
 /* A bulk layer by launches, for 17 to 8192 rows. */
 void bench_bulk_split(ffn_kit_t *kit);

@@ -134,8 +134,8 @@ static void few_layers(ffn_kit_t *kit, const char *kind, const ffn_cuda_signatur
 void bench_few(ffn_kit_t *kit)
 {
     /* 1 to 16 rows are for GPUs that hold another role too: there is no decode kernel. */
-    static const uint32_t moe[] = {1, 4, 8, 16, 17, 24, 32, 48, 64, 128};
-    static const uint32_t dense[] = {8, 16, 17, 32, 64, 128};
+    static const uint32_t moe[] = {1, 4, 8, 16, 17, 24, 32, 48, 64};
+    static const uint32_t dense[] = {8, 16, 17, 32, 64};
     const ffn_cuda_signature_t s = bench_signature_moe(), d = bench_signature_dense();
     few_layers(kit, "moe", &s, moe, sizeof(moe) / sizeof(moe[0]));
     few_layers(kit, "dense", &d, dense, sizeof(dense) / sizeof(dense[0]));

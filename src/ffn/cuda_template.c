@@ -5,9 +5,10 @@
  *   gather inputs -> products -> publish
  *
  * whose launches read layer, rows and addresses from the Lane. Up to ffn_cuda_streamed_rows() rows
- * the products are the decode kernel; above, those of few rows for layers of experts, then the
- * grouped products in pieces of piece_rows rows, so that the urgent stream gets its turn between
- * two launches. Captured by the owner, before the host thread starts.
+ * the products are the decode kernel; above, and instead of it on a GPU that holds another role,
+ * those of few rows where they gain (template_few()), then the grouped products in pieces of
+ * piece_rows rows, so that the urgent stream gets its turn between two launches. Captured by the
+ * owner, before the host thread starts.
  */
 #include "ffn/cuda_private.h"
 
@@ -20,11 +21,13 @@
 #define TEMPLATE_BLOCK_BYTES ((uint64_t)32 << 10) /* copied by one block */
 #define TEMPLATE_BLOCKS      2u                   /* a multiprocessor, at most */
 
-/* Most rows by ffn_cuda_few(): layers of experts (H200, Qwen3-30B-A3B, 17 to 128 rows: 5 to 15%
- * sooner than the grouped products). */
-static uint32_t template_few_rows(const ffn_cuda_signature_t *signature)
+/* Whether that Capacity is ffn_cuda_few()'s: sooner than the grouped products (H200) for layers of
+ * experts, by 3 to 7% from 17 to 64 rows and by 8 to 49% below, and for dense layers by 10 to 22%
+ * at 16 and 8 rows; from 17 rows on those lose. */
+static bool template_few(const cuda_template_t *template, uint32_t capacity)
 {
-    return signature->experts ? ffn_cuda_few_rows(signature) : 0;
+    const ffn_cuda_signature_t *s = &template->signature;
+    return (s->experts || capacity == 0) && template->capacity[capacity] <= ffn_cuda_few_rows(s);
 }
 
 void cuda_template_plan(const ffn_cuda_config_t *config, const ffn_cuda_signature_t *signature,
@@ -34,16 +37,12 @@ void cuda_template_plan(const ffn_cuda_config_t *config, const ffn_cuda_signatur
     template_out->piece_rows = cuda_layout_piece_rows(signature, config->max_rows);
     if (config->piece_rows && config->piece_rows < template_out->piece_rows)
         template_out->piece_rows = config->piece_rows;
-    const uint32_t few = template_few_rows(signature);
     uint32_t rows = ffn_cuda_streamed_rows(signature);
     template_out->capacity[template_out->capacities++] = rows;
     while (rows < config->max_rows) {
         const uint32_t before = rows;
         for (rows = TEMPLATE_FIRST; rows <= before;)
             rows *= TEMPLATE_STEP;
-        /* The largest of few rows is a Capacity of its own, besides. */
-        if (before < few && rows > few)
-            rows = few;
         /* The last one but one would be large already: then the largest takes its rows too. */
         if (rows > config->max_rows || template_out->capacities + 1 == CUDA_MAX_CAPACITIES)
             rows = config->max_rows;
@@ -143,9 +142,7 @@ static xp_status_t template_products(ffn_cuda_runtime_t *runtime, const cuda_tem
     if (capacity == 0 && !runtime->config.shared_role)
         return ffn_cuda_decode(&runtime->kernels, at, stream);
     const bool pieces = template_pieces(template, rows);
-    /* Not the first Capacity of a GPU that holds another role: few.cu is not known to gain there.
-     */
-    if (capacity && !pieces && rows <= template_few_rows(&template->signature))
+    if (!pieces && template_few(template, capacity))
         return ffn_cuda_few(&runtime->kernels, &template->signature, rows,
                             runtime->config.bulk_blocks, at, stream);
     if (!pieces)

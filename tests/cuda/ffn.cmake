@@ -17,20 +17,6 @@ target_sources(cuda_ffn_runtime PRIVATE ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_load.
 xpool_cuda_images(cuda_ffn_runtime tests ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_scheduler.cu)
 xpool_ffn_program(cuda_ffn_bench ${CMAKE_SOURCE_DIR}/benches/cuda/ffn_bench.c)
 target_sources(cuda_ffn_bench PRIVATE ${CMAKE_SOURCE_DIR}/benches/cuda/ffn_bench_ways.c)
-# Candidates for the decode kernel: in no library, only in the programs that compare them. They take minutes to compile
-# and are not without XPOOL_CUDA_CANDIDATES.
-file(GLOB candidates CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/ffn/cuda/candidates/*.cu)
-foreach(program cuda_ffn_kernels cuda_ffn_bench)
-  target_sources(${program} PRIVATE ${CMAKE_SOURCE_DIR}/tests/cuda/ffn_candidates.c)
-  if(XPOOL_CUDA_CANDIDATES)
-    xpool_cuda_images(${program} candidates ${candidates})
-    continue()
-  endif()
-  foreach(candidate ${candidates})
-    get_filename_component(name ${candidate} NAME_WE)
-    xpool_cuda_carrier(${program} candidates_${name} "")
-  endforeach()
-endforeach()
 add_test(NAME cuda/ffn-kernels COMMAND cuda_ffn_kernels)
 add_test(NAME cuda/ffn-runtime COMMAND cuda_ffn_runtime families real mixed)
 set_tests_properties(cuda/ffn-kernels cuda/ffn-runtime PROPERTIES LABELS cuda TIMEOUT 180 SKIP_RETURN_CODE 77

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT
-// The decode kernel, whole, without a GPU: src/ffn/cuda/decode.cu, or a candidate for it, over
-// emulated.h, against sums in double. Layers of all kinds, any number of rows, uneven shares, the
-// resident kernel over a filled queue; copies that arrive early, late and mixed, threads in random
-// order.
+// The decode kernel, whole, without a GPU: src/ffn/cuda/decode.cu over emulated.h, against sums in
+// double. Layers of all kinds, any number of rows, uneven shares, the resident kernel over a filled
+// queue; copies that arrive early, late and mixed, threads in random order.
 //
 // usage: decode_emulated [SEED]
 #include "emulated.h"
 
-#include DECODE_SOURCE
+#include "ffn/cuda/decode.cu"
 
 #include "../cuda/ffn_device.h"
 
@@ -240,7 +239,7 @@ static void uneven(lane_t *l, uint32_t blocks)
 static void launch(lane_t *l, uint32_t blocks, emulated_copies_t copies, uint64_t order)
 {
     emulated_run(blocks, DECODE_THREADS, DECODE_SHARED_BYTES, copies, order,
-                 [l] { DECODE_NAME(&l->lane, NULL, 0); });
+                 [l] { ffn_decode(&l->lane, NULL, 0); });
 }
 
 static void compare(const lane_t &l, const char *what)
@@ -328,7 +327,7 @@ static void test_resident(uint32_t blocks, bool look_ahead, uint64_t seed)
         command.lane_number = i % 2; // two Lanes may have one number
     }
     emulated_run(blocks, DECODE_THREADS, DECODE_SHARED_BYTES, (emulated_copies_t)(seed % 3), seed,
-                 [look_ahead] { DECODE_NAME(NULL, &queue, look_ahead); });
+                 [look_ahead] { ffn_decode(NULL, &queue, look_ahead); });
     EMULATED_CHECK(queue.answered == 2 * LANES, "%llu answers", (unsigned long long)queue.answered);
     for (uint32_t i = 0; i < LANES; i++)
         compare(lanes[i], look_ahead ? "resident, looking ahead" : "resident");

@@ -450,16 +450,13 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
 // Without the limit it takes more. What goes to local memory then is what a launch reckons once, read back
 // once a layer.
 extern "C" __global__ void __maxnreg__(DECODE_MOST_REGISTERS)
-    DECODE_NAME(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue, uint32_t look_ahead)
+    ffn_decode(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue, uint32_t look_ahead)
 {
     decode_main(lane, queue, look_ahead);
 }
 #else
-#ifndef DECODE_NAME
-#define DECODE_NAME ffn_decode
-#endif
-extern "C" __global__ void DECODE_NAME(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue,
-                                       uint32_t look_ahead)
+extern "C" __global__ void ffn_decode(const ffn_cuda_lane_t *lane, ffn_cuda_queue_t *queue,
+                                      uint32_t look_ahead)
 {
     __trap();
 }

@@ -7,24 +7,12 @@
 #include "ffn/cuda/ptx.cuh"
 #include "ffn/cuda/route.cuh"
 
-// What a candidate (candidates/) sets before it includes decode.cu; the defaults are what is used.
-#ifndef DECODE_NAME
-#define DECODE_NAME ffn_decode
-#endif
-#ifndef DECODE_DENSE_TILES
-#define DECODE_DENSE_TILES DECODE_TILES // a pass of a dense layer
-#endif
-#ifndef DECODE_ONE_COPY
-#define DECODE_ONE_COPY 0 // whether copies of gate and of down of experts share their instructions
-#endif
-
 #define DECODE_SLOT_BYTES (16 * DECODE_BYTES)
 #define DECODE_STEPS      (DECODE_BYTES / 64)
 #define DECODE_COPIES     (DECODE_BYTES / 32)  // of 512 bytes, a slot
 #define DECODE_PIECES     (DECODE_BYTES / 16)  // of a row
 #define DECODE_ROWS       (32 / DECODE_PIECES) // of a copy
 #define DECODE_RING_BYTES (DECODE_WARPS * DECODE_DEPTH * DECODE_SLOT_BYTES)
-#define DECODE_MOST_TILES (DECODE_DENSE_TILES > DECODE_TILES ? DECODE_DENSE_TILES : DECODE_TILES)
 static_assert(DECODE_DEPTH * DECODE_SLOT_BYTES >= FFN_CUDA_MAX_EXPERTS * 4,
               "a warp's ring holds a row's scores");
 static_assert(DECODE_WARPS >= 2 && DECODE_WARPS <= 16, "warps have their parts");
@@ -106,7 +94,7 @@ struct decode_shared_t {
     unsigned char ring[DECODE_WARPS][DECODE_DEPTH][DECODE_SLOT_BYTES];
     float sums[2][DECODE_WARPS][DECODE_TILES * 4][32];
     // Rows 0 and 8 of each tile that a warp copies.
-    unsigned long long rows_at[DECODE_WARPS][DECODE_MOST_TILES][2];
+    unsigned long long rows_at[DECODE_WARPS][DECODE_TILES][2];
     decode_state_t state;
 };
 static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");
@@ -155,7 +143,7 @@ static __device__ __forceinline__ decode_phase_t phase_of(const decode_state_t &
     if constexpr (EXPERTS)
         p.passes = ceil_div(p.tiles, call.command.rows > 16 ? DECODE_TILES / 2 : DECODE_TILES);
     else
-        p.passes = ceil_div(p.tiles, DECODE_DENSE_TILES);
+        p.passes = ceil_div(p.tiles, DECODE_TILES);
     return p;
 }
 

@@ -76,8 +76,7 @@ static __device__ __forceinline__ void cursor_settle(decode_shared_t &shared,
     }
 }
 
-#if DECODE_ONE_COPY
-// slot_copy() of a layer of experts.
+// slot_copy() of a layer of experts: gate and down share their instructions.
 static __device__ __forceinline__ void experts_copy(decode_shared_t &shared,
                                                     const decode_phase_t &gate,
                                                     const decode_phase_t &down, decode_cursor_t *c,
@@ -125,18 +124,16 @@ static __device__ __forceinline__ void experts_copy(decode_shared_t &shared,
     ptx_copies_commit();
     c->slot = c->slot + 1 == DECODE_DEPTH ? 0 : c->slot + 1;
 }
-#endif
 
-// slot_copy() of what phase_run() multiplies.
-template <bool EXPERTS>
-static __device__ __forceinline__ void tile_copy(decode_shared_t &shared, const decode_phase_t &gate,
-                                                 const decode_phase_t &down, decode_cursor_t *c,
-                                                 uint64_t policy)
+// slot_copy() of a dense layer.
+static __device__ __forceinline__ void dense_copy(decode_shared_t &shared, const decode_phase_t &gate,
+                                                  const decode_phase_t &down, decode_cursor_t *c,
+                                                  uint64_t policy)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row0 = lane / DECODE_PIECES, piece = lane % DECODE_PIECES;
-    if (EXPERTS || !c->ended) {
-        const bool is_down = !EXPERTS && c->down;
+    if (!c->ended) {
+        const bool is_down = c->down;
         const uint32_t along = c->unit * c->size + piece * 16;
         const uint32_t present = along < c->bytes ? 16 : 0; // past the end: zeros
         const uint64_t skip = (uint64_t)row0 * c->bytes + (present ? along : 0);
@@ -163,7 +160,7 @@ static __device__ __forceinline__ void tile_copy(decode_shared_t &shared, const 
         if (++c->tile == c->live) {
             c->tile = 0;
             c->unit += DECODE_WARPS;
-            cursor_settle<EXPERTS>(shared, gate, down, c);
+            cursor_settle<false>(shared, gate, down, c);
         }
     }
     ptx_copies_commit();
@@ -176,17 +173,10 @@ static __device__ __forceinline__ void slot_copy(decode_shared_t &shared, const 
                                                  const decode_phase_t &down, decode_cursor_t *c,
                                                  uint64_t policy)
 {
-#if DECODE_ONE_COPY
     if constexpr (EXPERTS)
         experts_copy(shared, gate, down, c, policy);
     else
-        tile_copy<false>(shared, gate, down, c, policy);
-#else
-    if (EXPERTS && c->down)
-        pairs_copy(shared, c, policy);
-    else
-        tile_copy<EXPERTS>(shared, gate, down, c, policy);
-#endif
+        dense_copy(shared, gate, down, c, policy);
 }
 
 // From the first slot of the layer on; the ring is empty.
@@ -416,7 +406,7 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
 {
     // Of many rows few are asked for at a time, and what is loaded ahead has no gaps.
     constexpr bool MANY = NB > 2;
-    constexpr uint32_t TILES = !EXPERTS ? DECODE_DENSE_TILES : MANY ? DECODE_TILES / 2 : DECODE_TILES;
+    constexpr uint32_t TILES = EXPERTS && MANY ? DECODE_TILES / 2 : DECODE_TILES;
     constexpr int HELD = MANY ? 1 : NB;
     const decode_state_t &sh = shared.state;
     const decode_phase_t p = phase_pick(is_down, gate, down);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A layer of 17 to FEW_ROWS_MOST rows, which is a matter of streaming the chosen experts' weights once:
+// A layer of up to FEW_ROWS_MOST rows, which is a matter of streaming the chosen experts' weights once:
 // router and plan, gate and up with the activation, down. ffn_bulk_reduce() sums the pairs. Same
 // workspace and same results, but for rounding, as the grouped products (grouped.cu), whose tiles of 128
 // rows and 256 weight rows are too coarse here.

@@ -3,10 +3,10 @@
 #ifndef XPOOL_FFN_CUDA_FEW_SHAPE_H
 #define XPOOL_FFN_CUDA_FEW_SHAPE_H
 
-#define FEW_ROWS_MOST  128u /* of an Invocation */
-#define FEW_TILE_ROWS  32u  /* of one part that a warp multiplies at once */
-#define FEW_HALF_ROWS  16u  /* weight rows of half an item */
-#define FEW_STEP_DEPTH 32u  /* inner dimension of a step: 16 bytes a lane and row */
+#define FEW_ROWS_MOST  64u /* of an Invocation */
+#define FEW_TILE_ROWS  32u /* of one part that a warp multiplies at once */
+#define FEW_HALF_ROWS  16u /* weight rows of half an item */
+#define FEW_STEP_DEPTH 32u /* inner dimension of a step: 16 bytes a lane and row */
 
 /* How a multiprocessor's rings are shared. A slot holds 64 bytes of each row a step. Memory opens a
  * page for each row: long slots need fewer of them; many warps bear its latency better. 4.2 TB/s at

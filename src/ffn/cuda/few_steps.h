@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Products of 17 to FEW_ROWS_MOST rows with the experts that they chose, one to a few rows an
+ * Products of up to FEW_ROWS_MOST rows with the experts that they chose, one to a few rows an
  * expert: which warp does what, where its lanes read and write. One source for C and CUDA: few.cu
  * computes with it, tests/unit/ffn/test_cuda_few.c follows every lane on the host.
  *

@@ -360,7 +360,7 @@ static void test_layers(void **state)
         {.hidden = 136, .intermediate = 88}, /* dense */
         {.hidden = 8, .intermediate = 8, .experts = 24, .top_k = 3},
     };
-    static const uint32_t rows[] = {1, 17, 24, 33, 64, 128}, blocks[] = {1, 3, 131};
+    static const uint32_t rows[] = {1, 17, 24, 33, 48, 64}, blocks[] = {1, 3, 131};
     seed = 4;
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
         for (size_t r = 0; r < sizeof(rows) / sizeof(rows[0]); r++)
@@ -382,7 +382,7 @@ static void test_router_blocks(void **state)
 {
     (void)state;
     static uint8_t seen[FEW_ROWS_MOST][FFN_CUDA_MAX_EXPERTS];
-    static const uint32_t experts[] = {8, 40, 128, 512}, rows[] = {1, 17, 32, 33, 128};
+    static const uint32_t experts[] = {8, 40, 128, 512}, rows[] = {1, 17, 32, 33, 64};
     for (size_t i = 0; i < 4; i++)
         for (size_t r = 0; r < 5; r++) {
             const uint32_t tiles = few_parts(experts[i], FEW_ROUTE_EXPERTS);
