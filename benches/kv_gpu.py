@@ -68,7 +68,7 @@ SOURCES = {QWEN: ("conv", 0.0), GLM: ("code", 0.0), DEEPSEEK: ("conv", 0.5)}
 # there.
 POOL, GLM_POOL = 2560 << 20, 4 << 30
 # An equal share is less than some prompts of the trace want alone (up to 0.4 GiB); computing these takes a tenth of the time.
-GOODPUT_POOL = 640 << 20
+GOODPUT_POOL = 704 << 20
 LATER_S = {"cold": 55, "daemon": 60}  # that a step needs which follows `goodput`
 POLICIES = ("static", "arrival", "deadline")
 SETTLE_S = 20
@@ -722,7 +722,9 @@ def goodput_rows(run):
                 target = "> 1" if other == "static" and rate == run.arguments.rates[0] else ">= 1"
                 run.book.add(results.row(f"kv.goodput.rate{rate:g}.deadline_{other}_ratio", by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
                                          "ratio", peer=by[other]["goodput"], target=target,
-                                         note=f"at {rate:g} requests/s each; refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"))
+                                         note=f"at {rate:g} requests/s each, prompts {run.sizes.scale:g} times the trace's, a pool of {run.sizes.goodput_pool / 2**20:g} MiB; prefill alone takes "
+                                         f"{by['deadline']['prefill_fraction']:.2f} of the time, {other} {by[other]['prefill_fraction']:.2f}; "
+                                         f"refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"))
     plots(run)
     run.book.write()
 
@@ -940,9 +942,9 @@ def parse(words=None):
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
     parser.add_argument("--models", default=",".join(MODELS), help="of one system (default: all)")
-    parser.add_argument("--rates", default="1,0.5,1.5", help="requests/s of each model in `goodput`")
+    parser.add_argument("--rates", default="0.75,1,0.5,1.5", help="requests/s of each model in `goodput`")
     parser.add_argument("--cold-rates", default="0.8,0.2", help="requests/s of each model in `cold` and of the peers; the first one gives the ratios")
-    parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 2560, in `goodput` 640; rehearsal: 4)")
+    parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 2560, in `goodput` 704; rehearsal: 4)")
     parser.add_argument("--scale", type=float, help="by which the trace's prompts are longer in `goodput` (default: 1)")
     parser.add_argument("--seconds", type=float, help="of load of each cell of `goodput` (default: 30)")
     parser.add_argument("--engine-gib", type=float, default=8.0, help="what a plain server takes beside weights and KV Cache")

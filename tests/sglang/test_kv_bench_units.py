@@ -275,7 +275,7 @@ class Rows(unittest.TestCase):
         json.dumps([*rows.values(), *nothing], allow_nan=False)
 
     def run_in(self, folder, only="goodput"):
-        arguments = kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse", "--only", only, "--resume"])
+        arguments = kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse", "--only", only, "--rates", "1", "--resume"])
         return kv_gpu.Run(arguments)
 
     def test_ratios_and_plots_when_all_policies_are_there(self):
