@@ -11,22 +11,22 @@ Steps, in this order where none are named, and the seconds that they take on two
     history    25  the same requests, one at a time, in steady memory and while all KV Caches shrink and grow: the same
                    tokens, decode and prefill graphs on
     longest    60  one request of 64K tokens, far above its static share, while the others idle; they wake
-    goodput   130  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
-                   elastic with deadlines; at the first rate, and at others where the steps that follow have time
-    cold       50  the three at some requests/s each, 50 s a rate: TBT that `kvcached` and `static` are compared with
+    cold       75  the three at some requests/s each, 50 s a rate: TBT that `kvcached` and `static` are compared with
     daemon     25  kill -9 of the daemon while memory moves: all ends, nothing is left
+    goodput   110  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
+                   elastic with deadlines; 110 s a rate
     kvcached  140  the load of `cold` by plain SGLang with kvcached on the same GPUs
     static    110  the same by plain SGLang with fixed KV Caches
     kills     100  kill -9 of borrower and donor at the steps of an operation, then of the AtnAgent
     driver     15  a grant and another Instance's hops (tests/cuda/run_on_device --only kv)
 
-The first six have one start together (about 130 s), `kvcached`, `static` and `kills` each another (about 120, 120
-and 90 s). A step that fails leaves a system that still serves to the next one. When one model's server ends before
+The first five have one start together (60 to 130 s), `goodput`, whose pool is another, `kvcached`, `static` and `kills`
+each one of its own (about 60 to 120 s). A step that fails leaves a system that still serves to the next one. When one model's server ends before
 it is ready, the system is started once more without it (or without its prefill graphs, if it was capturing these), and
 the run counts as failed. Policies change while the system serves: `xpool kv policy` and, for a static split, floors and ceilings
 that are the same. Attention is on cuda:0, the FFN side on cuda:1, for all weights together (142 GiB) are more than
 one H200 has. `--pool` is the size of the KV Capacity Pool: at the rates of cold models all of a GPU would never be
-short.
+short. That of `goodput` is smaller, so that memory is short at loads at which computing is not.
 
 CODE.csv, which `goodput` needs, is looked for beside CONV.csv. A row is written to OUT/kv_gpu.json as soon as it is known, what has not
 been run stands there without a value; `--resume` keeps the rows of such a file. A peer that does not run is
@@ -56,7 +56,7 @@ import svg
 from sglang_gpu import OutOfTime, Samples, burst, check_graphs
 from sglang_servers import Fleet, Model, harness
 
-ORDER = ("neighbour", "history", "longest", "goodput", "cold", "daemon", "kvcached", "static", "kills", "driver")
+ORDER = ("neighbour", "history", "longest", "cold", "daemon", "goodput", "kvcached", "static", "kills", "driver")
 MODELS = sglang_gpu.COLD
 QWEN, GLM, DEEPSEEK = MODELS
 # Who plays which part, in the order in which one is taken in another's place.
@@ -65,8 +65,10 @@ PLACES = {QWEN: 0, DEEPSEEK: 0, GLM: 1}  # GPU of a plain server
 # Of which half of the trace, and where in it to begin.
 SOURCES = {QWEN: ("conv", 0.0), GLM: ("code", 0.0), DEEPSEEK: ("conv", 0.5)}
 # Of a pool: 64K tokens of DeepSeek-V2-Lite beside the floors of the others, of GLM-4.7-Flash where the other is not
-# there. An equal share is less than some prompts of the trace want alone.
+# there.
 POOL, GLM_POOL = 2560 << 20, 4 << 30
+# An equal share is less than some prompts of the trace want alone (up to 0.4 GiB); computing these takes a tenth of the time.
+GOODPUT_POOL = 704 << 20
 LATER_S = {"cold": 55, "daemon": 60}  # that a step needs which follows `goodput`
 POLICIES = ("static", "arrival", "deadline")
 SETTLE_S = 20
@@ -81,13 +83,15 @@ class Sizes(sglang_gpu.Sizes):
         rehearse = arguments.rehearse
         super().__init__(rehearse)
         self.pool = int(arguments.pool * 2**20) if arguments.pool else (4 << 20 if rehearse else POOL)
+        self.goodput_pool = self.pool if rehearse or arguments.pool else GOODPUT_POOL
         self.kv_tokens = 4096 if rehearse else 2_000_000  # ceilings: the pool's
         self.long_prompt, self.long_answer = (960, 24) if rehearse else (65536, 128)
         self.context = 1000 if rehearse else 70000
         self.floor = 128 if rehearse else None
         self.most_prompt, self.most_answer = (240, 12) if rehearse else (24576, 1024)
-        self.scale = arguments.scale or (0.1 if rehearse else 3.0)
+        self.scale = arguments.scale or (0.1 if rehearse else 1.0)
         self.seconds = arguments.seconds or (9 if rehearse else 30)
+        self.alone = (30, 120) if rehearse else (512, 2048, 4096)  # tokens, and the longest prompt of each
         self.patience = 30 if rehearse else 10
         # TTFT and TBT in ms, as configured and as judged.
         tbt = 5000 if rehearse else 100
@@ -134,13 +138,16 @@ class Run(sglang_gpu.Run):
             found.more_settings["kv_floor_tokens"] = self.sizes.floor
         return found
 
-    def system(self):
-        """The three models on one pool; the running system, where it runs."""
-        fresh = self.fleet is None or self.fleet.name != "kv-ours"
+    def system(self, pool=None):
+        """The three models on one pool, of `pool` bytes where it is another than that of most steps; the running system,
+        where it runs."""
+        pool = pool or self.sizes.pool
+        fleet_name = "kv-ours" if pool == self.sizes.pool else "kv-goodput"
+        fresh = self.fleet is None or self.fleet.name != fleet_name
         while True:
             models = [self.model(name) for name in self.names]
             try:
-                fleet = self.start("kv-ours", models=models, kv_policy="deadline", pool=self.sizes.pool)
+                fleet = self.start(fleet_name, models=models, kv_policy="deadline", pool=pool)
                 break
             except harness.Failed as error:
                 self.without(error)
@@ -192,6 +199,7 @@ class Run(sglang_gpu.Run):
 def planned_rows(arguments):
     rows = ["kv.longest.tokens", "kv.longest.woken_ttft_ms", "kv.longest.woken_within", "kv.longest.returned_ms", "tbt.neighbour.growth", "kv.history.wrong_tokens"]
     rows += [f"kv.goodput.rate{rate:g}.{policy}" for rate in arguments.rates for policy in POLICIES]
+    rows += [f"kv.goodput.rate{rate:g}.{policy}.prefill_fraction" for rate in arguments.rates for policy in POLICIES]
     rows += [f"kv.pool.rate{rate:g}.{policy}.peak_fraction" for rate in arguments.rates for policy in POLICIES]
     rows += [f"kv.goodput.rate{rate:g}.deadline_{other}_ratio" for rate in arguments.rates for other in POLICIES[:2]]
     rows += ["kv.goodput.replayed_differently", "tbt.cold_models.p99_kvcached_ratio", "tbt.cold_models.p99_static_ratio"]
@@ -228,7 +236,8 @@ def begin_system(run, fleet):
     fleet.policy = "deadline"
     print(f"    pool of {books['pools'][0]['bytes'] / 2**20:.0f} MiB; floor, ceiling, equal share in tokens: "
           + ", ".join(f"{m} {low}, {high}, {kv_load.shares(books)[m]}" for m, (low, high) in fleet.first.items()), flush=True)
-    warm(run, fleet.servers(), min(sizes.cold_prompt, sizes.context - 40))
+    most = min(high for _, high in fleet.first.values())
+    warm(run, fleet.servers(), min(sizes.cold_prompt, sizes.context - 40, most - 40))
     trim(fleet)
 
 
@@ -601,22 +610,46 @@ def traces(run):
     return {half: kv_load.read_trace(one, run.sizes.scale) for half, one in halves(path).items()}
 
 
-def measure_policy(run, fleet, policy, rate, trace):
-    """Judged load, with the peak of the KV Caches as seen from outside."""
+def longest_prompt(run, server):
+    return min(run.sizes.most_prompt, server.model.context - run.sizes.most_answer - 8)
+
+
+def alone_times(run, fleet, trace):
+    """{name: [(tokens, seconds)]}: TTFT of prompts where nothing else runs, up to the longest of the load that its ceiling
+    lets in."""
+    trim(fleet)
+    found = {}
+    for name, server in fleet.instances.items():
+        vocab = sglang_models.facts(server.model.path)["vocab_size"]
+        top = min(max(row[1] for row in trace[SOURCES[name][0]]), longest_prompt(run, server), fleet.first[name][1] - 16)
+        found[name] = []
+        for tokens in [*(n for n in run.sizes.alone if n < 0.9 * top), top]:
+            body = sglang_gpu.body_of(sglang_gpu.ids_of(f"alone {tokens}", tokens, vocab), 2)
+            (one,) = open_client.replay(server.port, [(0.0, body)], 60)
+            harness.check(one.finished and one.times, f"{name}: {tokens} tokens alone: status {one.status}")
+            found[name].append((tokens, one.times[0]))
+    print("    prompts alone, tokens and ms: " + "; ".join(f"{m} {', '.join(f'{n} {s * 1e3:.0f}' for n, s in points)}" for m, points in found.items()), flush=True)
+    return found
+
+
+def measure_policy(run, fleet, policy, rate, trace, points):
+    """Judged load, with the peak of the KV Caches as seen from outside and the part that computing had."""
     sizes = run.sizes
     set_policy(fleet, policy)
     sources = {}
     for name, server in fleet.instances.items():
         half, begin = SOURCES[name]
-        vocab, most = sglang_models.facts(server.model.path)["vocab_size"], min(sizes.most_prompt, server.model.context - sizes.most_answer - 8)
-        sources[name] = kv_load.Source(name, trace[half], begin, vocab, most, sizes.most_answer)
+        vocab = sglang_models.facts(server.model.path)["vocab_size"]
+        sources[name] = kv_load.Source(name, trace[half], begin, vocab, longest_prompt(run, server), sizes.most_answer)
     requests = kv_load.workload(sources, rate, sizes.seconds)
     look, cpu, held = run.memory(fleet), run.host.kind == "cpu", fleet.books()
     before = sum(look().values())
     pool = held["pools"][0]["bytes"]
     floors = sum(g["backed"]["bytes"] for g in held["groups"])
     with kv_load.Watch(look, pool if cpu else None) as watch:
+        began = time.monotonic()
         answers = kv_load.replay({name: server.port for name, server in fleet.instances.items()}, requests, sizes.patience)
+        took = max(time.monotonic() - began, sizes.seconds)
         books = fleet.books()
     # Slot 0, which belongs to nobody, counts as used.
     settle(fleet, lambda books: all(g["used"]["tokens"] <= 1 for g in books["groups"]), "all requests have ended", 60)
@@ -629,27 +662,12 @@ def measure_policy(run, fleet, policy, rate, trace):
     after = sum(look().values())
     rows = watch.rows if cpu else [(at, {"device": value}) for at, value in kv_load.kv_of_device(watch.rows, before, after, floors)]
     one = kv_load.judge(requests, answers, sizes.targets, sizes.seconds)
+    one["requests"] = kv_load.by_request(requests, answers, sizes.targets)
+    one.update(kv_load.compute(one["requests"], points, sizes.targets, took))
     peak = max((sum(row.values()) for _, row in rows), default=0)
     one.update(peak=peak, pool=pool, samples=len(rows), grown=0 if cpu else max(after - before, 0), missed=len(watch.errors),
                commands=books["commands"], rows=[(round(at, 2), sum(row.values())) for at, row in rows])
     return one
-
-
-def policy_rows(rate, policy, one, targets):
-    named = ", ".join(f"{m} {a:g}/{b:g}" for m, (a, b) in targets.items())
-    name = f"rate{rate:g}.{policy}"
-    seen = f"{one['samples']} samples of memory from outside, {one['missed']} missed"
-    grown = f"; {one['grown'] / 2**20:.0f} MiB that engines took for good meanwhile are left out" if one["grown"] else ""
-    times = [
-        results.row(f"kv.{key}.{name}.p99", one[key][1], "ms", note=f"P50 {one[key][0]:.2f}; of what was served whole")
-        for key in ("ttft", "tbt") if one[key][1] == one[key][1]
-    ]  # fmt: skip
-    return [
-        results.row(f"kv.goodput.{name}", one["goodput"], "requests/s", peer=one["offered"], note=f"{kv_load.counts(one)}; peer: offered; targets TTFT/TBT in ms: {named}"),
-        results.row(f"kv.goodput.{name}.refused_or_late", one["refused"] + one["cut"] + one["late"] + one["unfinished"], "requests", note=f"of {one['asked']}"),
-        *times,
-        results.row(f"kv.pool.{name}.peak_fraction", one["peak"] / one["pool"], "fraction", target="<= 1", note=f"most of a pool of {one['pool'] / 2**20:.0f} MiB; {seen}{grown}"),
-    ]  # fmt: skip
 
 
 def following(run):
@@ -658,18 +676,31 @@ def following(run):
     return steps[steps.index("goodput") + 1 :]
 
 
+def goodput_sample(run, rate, policy):
+    """Of the same load on the same pool, or None."""
+    one = run.samples.get("kv_goodput", f"{rate:g} {policy}")
+    return one if one and one.get("load") == goodput_load(run) else None
+
+
+def goodput_load(run):
+    path, sizes = run.arguments.trace, run.sizes
+    return [path.name if path else "rehearsal", sizes.scale, sizes.seconds, sizes.goodput_pool, *sorted(run.names)]
+
+
 def step_goodput(run):
-    todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES if not run.samples.get("kv_goodput", f"{rate:g} {policy}")]
+    todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES if not goodput_sample(run, rate, policy)]
     try:
         if todo:
-            trace, fleet = traces(run), run.system()
+            trace, fleet = traces(run), run.system(run.sizes.goodput_pool)
+            points = run.samples.keep("kv_goodput_alone", "ours", alone_times(run, fleet, trace))
         for rate, policy in todo:
             later = sum(LATER_S.get(step, 0) for step in following(run)) if rate != run.arguments.rates[0] else 0
             run.need(run.sizes.seconds + run.sizes.patience + 10 + later, f"{policy} at {rate:g} requests/s")
-            one = run.samples.keep("kv_goodput", f"{rate:g} {policy}", measure_policy(run, fleet, policy, rate, trace))
-            run.book.add(*policy_rows(rate, policy, one, run.sizes.targets))
+            one = {**measure_policy(run, fleet, policy, rate, trace, points), "load": goodput_load(run)}
+            run.samples.keep("kv_goodput", f"{rate:g} {policy}", one)
+            run.book.add(*kv_load.policy_rows(rate, policy, one, run.sizes.targets))
             check_graphs(run, fleet.servers())
-            if policy == "deadline" and not run.book.has("kv.goodput.replayed_differently"):
+            if policy == "deadline" and rate == run.arguments.rates[0]:
                 replayed(run, fleet)
     finally:
         goodput_rows(run)
@@ -685,13 +716,15 @@ def replayed(run, fleet):
 
 def goodput_rows(run):
     for rate in run.arguments.rates:
-        by = {policy: run.samples.get("kv_goodput", f"{rate:g} {policy}") for policy in POLICIES}
+        by = {policy: goodput_sample(run, rate, policy) for policy in POLICIES}
         for other in POLICIES[:2]:
             if by["deadline"] and by[other]:
-                target = "> 1" if other == "static" and rate == max(run.arguments.rates) else ">= 1"
+                target = "> 1" if other == "static" and rate == run.arguments.rates[0] else ">= 1"
                 run.book.add(results.row(f"kv.goodput.rate{rate:g}.deadline_{other}_ratio", by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
                                          "ratio", peer=by[other]["goodput"], target=target,
-                                         note=f"at {rate:g} requests/s each; refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"))
+                                         note=f"at {rate:g} requests/s each, prompts {run.sizes.scale:g} times the trace's, a pool of {run.sizes.goodput_pool / 2**20:g} MiB; prefill alone takes "
+                                         f"{by['deadline']['prefill_fraction']:.2f} of the time, {other} {by[other]['prefill_fraction']:.2f}; "
+                                         f"refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"))
     plots(run)
     run.book.write()
 
@@ -701,7 +734,7 @@ def missed(one):
 
 
 def plots(run):
-    cells = [(rate, [(policy, run.samples.get("kv_goodput", f"{rate:g} {policy}")) for policy in POLICIES]) for rate in run.arguments.rates]
+    cells = [(rate, [(policy, goodput_sample(run, rate, policy)) for policy in POLICIES]) for rate in run.arguments.rates]
     cells = [(rate, those) for rate, those in cells if all(one for _, one in those)]
     if not cells:
         return
@@ -723,45 +756,6 @@ def small_model(run, name, floor=128):
     model = Model(name, path, mode=mode, kv_tokens=9000, context=1024, rows=64 if run.arguments.rehearse else 512, requests=8)
     model.more_settings = {"kv_floor_tokens": floor}
     return model
-
-
-class Traffic:
-    """Requests to each of some servers, again and again, `streams` at a time. With `truth` each answer is compared,
-    for which one stream a server is right. `excused`: of servers that are to die."""
-
-    def __init__(self, servers, prompts, count, truth=None, streams=1, pause=0.0, excused=False):
-        self.prompts, self.count, self.truth, self.pause, self.excused = prompts, count, truth, pause, excused
-        self.stop, self.errors, self.wrong = threading.Event(), [], 0
-        self.served = {server.model.name: 0 for server in servers}
-        self.threads = [threading.Thread(target=self.run, args=(server, i), daemon=True) for server in servers for i in range(streams)]
-
-    def run(self, server, turn):
-        name = server.model.name
-        while not self.stop.wait(self.pause if turn else 0):
-            turn += 1
-            prompt = self.prompts[turn % len(self.prompts)]
-            try:
-                ids = server.post("/generate", sglang_gpu.body_of(prompt, self.count), 60)["output_ids"]
-            except (OSError, ValueError, harness.Failed, harness.http.client.HTTPException) as error:
-                if not self.excused and not self.stop.is_set():
-                    self.errors.append(f"{server.name()}: {error}")
-                    return
-                time.sleep(0.05)
-                continue
-            if self.truth:
-                want = self.truth[turn % len(self.prompts)]
-                self.wrong += sum(a != b for a, b in zip(ids, want, strict=False)) + abs(len(ids) - len(want))
-            self.served[name] += 1
-
-    def __enter__(self):
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.stop.set()
-        for thread in self.threads:
-            thread.join(70)
 
 
 def alive(pids):
@@ -794,8 +788,8 @@ def step_kills(run):
             victim = fleet.instances[model.name]
             pids = victim.schedulers()
             busy = {"streams": sizes.kill_streams, "pause": sizes.kill_pause}
-            with Traffic(servers, prompts, sizes.kill_length, truth) as traffic, Traffic([fleet.instances["other"]], prompts[:1], sizes.kill_length, **busy) as rest:
-                with Traffic([victim], prompts[:1], sizes.kill_length, excused=True, **busy):
+            with kv_load.Traffic(servers, prompts, sizes.kill_length, truth) as traffic, kv_load.Traffic([fleet.instances["other"]], prompts[:1], sizes.kill_length, **busy) as rest:
+                with kv_load.Traffic([victim], prompts[:1], sizes.kill_length, excused=True, **busy):
                     began = time.monotonic()
                     while alive(pids) and time.monotonic() < began + 40:
                         harness.check(not traffic.errors + rest.errors, "; ".join([*traffic.errors, *rest.errors][:2]))
@@ -848,7 +842,7 @@ def end_by_kill(run, fleet, role, servers, prompts, metric):
     ends by itself; nothing is left, and a next daemon starts and ends."""
     run.need(60, f"kill -9 of {role}")
     pids = [pid for server in fleet.servers() for pid in (server.process.pid, *server.schedulers())]
-    with Traffic(servers, prompts, run.sizes.kill_length, streams=2, excused=True):
+    with kv_load.Traffic(servers, prompts, run.sizes.kill_length, streams=2, excused=True):
         time.sleep(1.0)
         began = time.monotonic()
         fleet.roles[role].kill()
@@ -948,10 +942,10 @@ def parse(words=None):
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
     parser.add_argument("--models", default=",".join(MODELS), help="of one system (default: all)")
-    parser.add_argument("--rates", default="1,0.5,0.2", help="requests/s of each model in `goodput`")
+    parser.add_argument("--rates", default="0.75,1,0.5,1.5", help="requests/s of each model in `goodput`")
     parser.add_argument("--cold-rates", default="0.8,0.2", help="requests/s of each model in `cold` and of the peers; the first one gives the ratios")
-    parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 2560; rehearsal: 4)")
-    parser.add_argument("--scale", type=float, help="by which the trace's prompts are longer in `goodput` (default: 3)")
+    parser.add_argument("--pool", type=float, help="MiB of the KV Capacity Pool (default: 2560, in `goodput` 704; rehearsal: 4)")
+    parser.add_argument("--scale", type=float, help="by which the trace's prompts are longer in `goodput` (default: 1)")
     parser.add_argument("--seconds", type=float, help="of load of each cell of `goodput` (default: 30)")
     parser.add_argument("--engine-gib", type=float, default=8.0, help="what a plain server takes beside weights and KV Cache")
     parser.add_argument("--python", default=sys.executable)

@@ -9,10 +9,13 @@ import pathlib
 import random
 import re
 import subprocess
+import threading
 import time
 
 import open_client
+import results
 from sglang_servers import harness
+from sglang_tokens import body_of
 
 PERIOD_S = 0.1
 LOOKS = 4  # at a sum that passes the pool: processes are not read at one moment
@@ -100,6 +103,45 @@ class Trimming(harness.Repeated):
             self.over.set()
 
 
+class Traffic:
+    """Requests to each of some servers, again and again, `streams` at a time. With `truth` each answer is compared,
+    for which one stream a server is right. `excused`: of servers that are to die."""
+
+    def __init__(self, servers, prompts, count, truth=None, streams=1, pause=0.0, excused=False):
+        self.prompts, self.count, self.truth, self.pause, self.excused = prompts, count, truth, pause, excused
+        self.stop, self.errors, self.wrong = threading.Event(), [], 0
+        self.served = {server.model.name: 0 for server in servers}
+        self.threads = [threading.Thread(target=self.run, args=(server, i), daemon=True) for server in servers for i in range(streams)]
+
+    def run(self, server, turn):
+        name = server.model.name
+        while not self.stop.wait(self.pause if turn else 0):
+            turn += 1
+            prompt = self.prompts[turn % len(self.prompts)]
+            try:
+                ids = server.post("/generate", body_of(prompt, self.count), 60)["output_ids"]
+            except (OSError, ValueError, harness.Failed, harness.http.client.HTTPException) as error:
+                if not self.excused and not self.stop.is_set():
+                    self.errors.append(f"{server.name()}: {error}")
+                    return
+                time.sleep(0.05)
+                continue
+            if self.truth:
+                want = self.truth[turn % len(self.prompts)]
+                self.wrong += sum(a != b for a, b in zip(ids, want, strict=False)) + abs(len(ids) - len(want))
+            self.served[name] += 1
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(70)
+
+
 # ---- outcome -----------------------------------------------------------------------------------------------
 def mean_tbt(answer):
     return (answer.times[-1] - answer.times[0]) / max(len(answer.times) - 1, 1)
@@ -108,6 +150,17 @@ def mean_tbt(answer):
 def quantile(values, part):
     ordered = sorted(values)
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
+
+
+def verdict(body, answer, target):
+    """What came of one request, in the words of `judge`. `target`: (TTFT, TBT) in ms."""
+    if answer.status is not None and (answer.status != 200 or (answer.finished and not answer.ids)):
+        return "refused"
+    if not answer.finished:
+        return "unfinished"
+    if len(answer.ids) < body["sampling_params"]["max_new_tokens"]:
+        return "cut"
+    return "good" if answer.times[0] * 1e3 <= target[0] and mean_tbt(answer) * 1e3 <= target[1] else "late"
 
 
 def judge(requests, answers, targets, seconds):
@@ -119,17 +172,10 @@ def judge(requests, answers, targets, seconds):
     for name, sent in requests.items():
         count = dict.fromkeys(("asked", "good", "late", "refused", "cut", "unfinished"), 0)
         for (_, body), answer in zip(sent, answers[name], strict=True):
+            word = verdict(body, answer, targets[name])
             count["asked"] += 1
-            if answer.status is not None and (answer.status != 200 or (answer.finished and not answer.ids)):
-                count["refused"] += 1
-            elif not answer.finished:
-                count["unfinished"] += 1
-            elif len(answer.ids) < body["sampling_params"]["max_new_tokens"]:
-                count["cut"] += 1
-            else:
-                first, between = targets[name]
-                good = answer.times[0] * 1e3 <= first and mean_tbt(answer) * 1e3 <= between
-                count["good" if good else "late"] += 1
+            count[word] += 1
+            if word in ("good", "late"):
                 ttft.append(answer.times[0])
                 gaps += [b - a for a, b in zip(answer.times, answer.times[1:], strict=False)]
         by[name] = count
@@ -141,11 +187,69 @@ def judge(requests, answers, targets, seconds):
     }  # fmt: skip
 
 
+def alone(points, tokens):
+    """Seconds that a prompt takes where nothing else runs; `points`: [(tokens, seconds)] as measured, by length.
+    Between two of them a line, beyond the last one that of the last two."""
+    if len(points) == 1 or tokens <= points[0][0]:
+        return points[0][1]
+    after = next((i for i in range(1, len(points)) if tokens <= points[i][0]), len(points) - 1)
+    (n0, t0), (n1, t1) = points[after - 1], points[after]
+    return t0 + (t1 - t0) * (tokens - n0) / (n1 - n0)
+
+
+def by_request(requests, answers, targets):
+    """[[model, seconds when it was due, prompt, answer asked for, verdict, TTFT or None, mean TBT or None]] in seconds."""
+    rows = []
+    for name, sent in requests.items():
+        for (at, body), answer in zip(sent, answers[name], strict=True):
+            first, between = (round(answer.times[0], 4), round(mean_tbt(answer), 5)) if answer.times else (None, None)
+            sizes = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+            rows.append([name, round(at, 3), *sizes, verdict(body, answer, targets[name]), first, between])
+    return sorted(rows, key=lambda row: row[1])
+
+
+def compute(rows, points, targets, took):
+    """The part that computing had in a load: tokens and seconds alone of the prompts whose first token came, as a
+    share of the seconds `took`; of what was late, how much by its first token, by the time between tokens, and how
+    much would have been late alone, whatever the memory. `rows`: of `by_request`; `points`: {model: of `alone`}."""
+    begun = [row for row in rows if row[5] is not None]
+    seconds = sum(alone(points[row[0]], row[2]) for row in begun)
+    late = [row for row in rows if row[4] == "late"]
+    return {
+        "prefill_tokens": sum(row[2] for row in begun), "prefill_alone": seconds, "prefill_fraction": seconds / took, "took": took,
+        "late_first": sum(row[5] * 1e3 > targets[row[0]][0] for row in late),
+        "late_between": sum(row[6] * 1e3 > targets[row[0]][1] for row in late),
+        "late_alone": sum(alone(points[row[0]], row[2]) * 1e3 > targets[row[0]][0] for row in late),
+    }  # fmt: skip
+
+
 def counts(one):
     """In words, for a note."""
     words = ", ".join(f"{one[key]} {key}" for key in ("good", "late", "refused", "cut", "unfinished"))
     each = "; ".join(f"{name} {count['good']} of {count['asked']}" for name, count in one["by"].items())
     return f"of {one['asked']} requests in {one['seconds']:g} s: {words} ({each})"
+
+
+def policy_rows(rate, policy, one, targets):
+    """Of what `judge` and `compute` found."""
+    named = ", ".join(f"{m} {a:g}/{b:g}" for m, (a, b) in targets.items())
+    name = f"rate{rate:g}.{policy}"
+    seen = f"{one['samples']} samples of memory from outside, {one['missed']} missed"
+    grown = f"; {one['grown'] / 2**20:.0f} MiB that engines took for good meanwhile are left out" if one["grown"] else ""
+    times = [
+        results.row(f"kv.{key}.{name}.p99", one[key][1], "ms", note=f"P50 {one[key][0]:.2f}; of what was served whole")
+        for key in ("ttft", "tbt") if one[key][1] == one[key][1]
+    ]  # fmt: skip
+    late = f"of {one['late']} late {one['late_first']} by the first token, {one['late_between']} by the time between tokens, {one['late_alone']} would be late alone"
+    return [
+        results.row(f"kv.goodput.{name}", one["goodput"], "requests/s", peer=one["offered"], note=f"{counts(one)}; peer: offered; targets TTFT/TBT in ms: {named}"),
+        results.row(f"kv.goodput.{name}.refused_or_late", one["refused"] + one["cut"] + one["late"] + one["unfinished"], "requests", note=f"of {one['asked']}"),
+        results.row(f"kv.goodput.{name}.prefill_fraction", one["prefill_fraction"], "fraction",
+                    note=f"{one['prefill_tokens']} prompt tokens served, {one['prefill_tokens'] / one['took']:.0f} a second; alone their prefill takes "
+                    f"{one['prefill_alone']:.1f} of {one['took']:.1f} s; {late}"),
+        *times,
+        results.row(f"kv.pool.{name}.peak_fraction", one["peak"] / one["pool"], "fraction", target="<= 1", note=f"most of a pool of {one['pool'] / 2**20:.0f} MiB; {seen}{grown}"),
+    ]  # fmt: skip
 
 
 # ---- memory from outside -----------------------------------------------------------------------------------

@@ -107,6 +107,22 @@ class Judged(unittest.TestCase):
         self.assertAlmostEqual(found["offered"], 0.8)
         self.assertIn("1 good, 2 late, 2 refused", kv_load.counts(found))
 
+    def test_the_part_of_computing(self):
+        points = {"m": [(10, 0.1), (20, 0.3), (40, 0.9)]}
+        for tokens, seconds in ((5, 0.1), (10, 0.1), (15, 0.2), (30, 0.6), (40, 0.9), (60, 1.5)):
+            self.assertAlmostEqual(kv_load.alone(points["m"], tokens), seconds)
+        self.assertEqual(kv_load.alone([(10, 0.1)], 90), 0.1)
+        sent = [(0.5 * i, {"input_ids": [1] * prompt, "sampling_params": {"max_new_tokens": 3}}) for i, prompt in enumerate((10, 20, 60, 15, 10))]
+        came = [answer(times=[0.5, 0.55, 0.6]), answer(times=[0.5, 0.7, 0.9]), answer(times=[1.5, 1.9, 2.5]), answer(times=[0.7, 0.75], finished=False), answer(status=400)]
+        rows = kv_load.by_request({"m": sent}, {"m": came}, self.TARGETS)
+        self.assertEqual([row[4] for row in rows], ["good", "late", "late", "unfinished", "refused"])
+        self.assertEqual(rows[1], ["m", 0.5, 20, 3, "late", 0.5, 0.2])
+        self.assertEqual(rows[4][5:], [None, None])
+        found = kv_load.compute(rows, points, self.TARGETS, 4.2)
+        self.assertEqual((found["prefill_tokens"], found["late_first"], found["late_between"], found["late_alone"]), (105, 1, 2, 1))
+        self.assertAlmostEqual(found["prefill_alone"], 0.1 + 0.3 + 1.5 + 0.2)
+        self.assertAlmostEqual(found["prefill_fraction"], 0.5)
+
     def test_nothing_served(self):
         found = self.of((3, answer(status=400)))
         self.assertEqual(found["goodput"], 0)
@@ -242,20 +258,24 @@ class Policies(unittest.TestCase):
 class Rows(unittest.TestCase):
     ONE = {"by": {"m": {"asked": 9, "good": 6}}, "asked": 9, "good": 6, "late": 1, "refused": 1, "cut": 1, "unfinished": 0, "seconds": 3, "goodput": 2.0,
            "offered": 3.0, "ttft": [10.0, 20.0], "tbt": [5.0, 6.0], "peak": 90, "pool": 100, "samples": 30, "missed": 0, "grown": 1 << 20,
-           "commands": 3, "rows": [(0.1, 50), (0.2, 90)]}  # fmt: skip
+           "commands": 3, "rows": [(0.1, 50), (0.2, 90)],
+           "prefill_tokens": 6000, "prefill_alone": 0.6, "prefill_fraction": 0.2, "took": 3, "late_first": 1, "late_between": 0, "late_alone": 0}  # fmt: skip
 
     def test_of_a_policy(self):
-        rows = {row["metric"]: row for row in kv_gpu.policy_rows(0.5, "deadline", self.ONE, {"m": (1000, 100)})}
+        rows = {row["metric"]: row for row in kv_load.policy_rows(0.5, "deadline", self.ONE, {"m": (1000, 100)})}
         self.assertEqual(rows["kv.goodput.rate0.5.deadline"]["value"], 2.0)
         self.assertEqual(rows["kv.goodput.rate0.5.deadline.refused_or_late"]["value"], 3)
         self.assertEqual(rows["kv.pool.rate0.5.deadline.peak_fraction"]["value"], 0.9)
         self.assertIn("1 MiB that engines took", rows["kv.pool.rate0.5.deadline.peak_fraction"]["note"])
         self.assertEqual(rows["kv.ttft.rate0.5.deadline.p99"]["value"], 20.0)
-        nothing = kv_gpu.policy_rows(0.5, "deadline", {**self.ONE, "ttft": [float("nan")] * 2, "tbt": [float("nan")] * 2}, {"m": (1000, 100)})
+        part = rows["kv.goodput.rate0.5.deadline.prefill_fraction"]
+        self.assertEqual(part["value"], 0.2)
+        self.assertIn("6000 prompt tokens served, 2000 a second; alone their prefill takes 0.6 of 3.0 s; of 1 late 1 by the first token", part["note"])
+        nothing = kv_load.policy_rows(0.5, "deadline", {**self.ONE, "ttft": [float("nan")] * 2, "tbt": [float("nan")] * 2}, {"m": (1000, 100)})
         json.dumps([*rows.values(), *nothing], allow_nan=False)
 
     def run_in(self, folder, only="goodput"):
-        arguments = kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse", "--only", only, "--resume"])
+        arguments = kv_gpu.parse(["--build", "x", "--out", folder, "--rehearse", "--only", only, "--rates", "1", "--resume"])
         return kv_gpu.Run(arguments)
 
     def test_ratios_and_plots_when_all_policies_are_there(self):
@@ -264,7 +284,7 @@ class Rows(unittest.TestCase):
             for policy, good in (("static", 1.0), ("arrival", 1.6), ("deadline", 2.0)):
                 kv_gpu.goodput_rows(run)
                 self.assertFalse(run.book.has("kv.goodput.rate1.deadline_static_ratio"))
-                run.samples.keep("kv_goodput", f"1 {policy}", {**self.ONE, "goodput": good})
+                run.samples.keep("kv_goodput", f"1 {policy}", {**self.ONE, "goodput": good, "load": kv_gpu.goodput_load(run)})
             kv_gpu.goodput_rows(run)
             self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_static_ratio"]["value"], 2.0)
             self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_arrival_ratio"]["value"], 1.25)
@@ -274,6 +294,32 @@ class Rows(unittest.TestCase):
             self.assertEqual(again.book.rows["kv.goodput.rate1.deadline_static_ratio"]["value"], 2.0)
             self.assertEqual(again.book.plots, ["kv-gpu-goodput.svg", "kv-gpu-memory.svg"])
             self.assertEqual(json.loads((pathlib.Path(folder) / "kv_rehearsal.json").read_text())["bench"], "kv_gpu")
+
+    def test_another_load_or_pool_is_measured_anew(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            load = kv_gpu.goodput_load(run)
+            for other in (None, [*load[:3], load[3] + 1, *load[4:]], load):
+                run.samples.keep("kv_goodput", "1 static", {**self.ONE, "load": other})
+                self.assertEqual(kv_gpu.goodput_sample(run, 1.0, "static") is not None, other == load)
+
+    def test_another_pool_is_another_system(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            run.sizes.goodput_pool = run.sizes.pool // 2
+            started = []
+
+            def start(run, name, **what):
+                started.append((name, what["pool"]))
+                run.fleet = types.SimpleNamespace(name=name)
+                return run.fleet
+
+            with mock.patch.object(kv_gpu.Run, "start", start), mock.patch.object(kv_gpu.Run, "model", lambda self, name: name), mock.patch.object(kv_gpu, "begin_system") as begun:
+                for pool in (None, run.sizes.goodput_pool, run.sizes.goodput_pool, run.sizes.pool):
+                    run.system(pool)
+            whole, half = run.sizes.pool, run.sizes.goodput_pool
+            self.assertEqual(started, [("kv-ours", whole), ("kv-goodput", half), ("kv-goodput", half), ("kv-ours", whole)])
+            self.assertEqual(begun.call_count, 3)
 
     def test_ratios_of_the_peers(self):
         side = {"tbt": [0.01] * 98 + [0.02] * 2, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": ["t.csv", 6]}
@@ -432,7 +478,7 @@ class Traffic(unittest.TestCase):
             return {"output_ids": [1, 9]}
 
         server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
-        with kv_gpu.Traffic([server], [[1]], 2, [[1, 2]]) as traffic:
+        with kv_load.Traffic([server], [[1]], 2, [[1, 2]]) as traffic:
             time.sleep(0.05)
         self.assertGreater(traffic.served["m"], 0)
         self.assertEqual(traffic.wrong, traffic.served["m"])
@@ -443,7 +489,7 @@ class Traffic(unittest.TestCase):
 
         server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
         for excused in (True, False):
-            with kv_gpu.Traffic([server], [[1]], 2, excused=excused, streams=2) as traffic:
+            with kv_load.Traffic([server], [[1]], 2, excused=excused, streams=2) as traffic:
                 time.sleep(0.05)
             self.assertEqual(bool(traffic.errors), not excused)
 
@@ -452,7 +498,7 @@ class Traffic(unittest.TestCase):
             return {"output_ids": [1, 2]}
 
         server = types.SimpleNamespace(model=types.SimpleNamespace(name="m"), post=post, name=lambda: "m")
-        with kv_gpu.Traffic([server], [[1]], 2, [[1, 2]], pause=0.01) as traffic:
+        with kv_load.Traffic([server], [[1]], 2, [[1, 2]], pause=0.01) as traffic:
             kv_gpu.goes_on(traffic)
         self.assertEqual((traffic.wrong, traffic.errors), (0, []))
         with mock.patch.object(harness, "wait_until", side_effect=harness.Failed("late")), self.assertRaises(harness.Failed):
