@@ -34,6 +34,16 @@ template <typename T> PROTOCOL_FUNCTION protocol_ref<T> protocol_make_ref(const 
     protocol_make_ref(word).fetch_add((value), cuda::memory_order_seq_cst)
 #define PROTOCOL_ADD_RELAXED(word, value)                                                          \
     protocol_make_ref(word).fetch_add((value), cuda::memory_order_relaxed)
+/* Relaxed, of a word of 64 bits in device memory, for who does not need the value before: no thread
+ * waits for it. */
+#ifdef __CUDA_ARCH__
+#define PROTOCOL_COUNT(word, value)                                                                \
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), \
+                 "l"((uint64_t)(value))                                                            \
+                 : "memory")
+#else
+#define PROTOCOL_COUNT PROTOCOL_ADD_RELAXED
+#endif
 /* True when *word was *expected and is now value; otherwise *expected holds what was found. */
 #define PROTOCOL_CAS(word, expected, value)                                                        \
     protocol_make_ref(word).compare_exchange_strong(                                               \
@@ -53,6 +63,7 @@ template <typename T> PROTOCOL_FUNCTION protocol_ref<T> protocol_make_ref(const 
 #define PROTOCOL_STORE_TOTAL(word, value)   __atomic_store_n((word), (value), __ATOMIC_SEQ_CST)
 #define PROTOCOL_ADD_TOTAL(word, value)     __atomic_fetch_add((word), (value), __ATOMIC_SEQ_CST)
 #define PROTOCOL_ADD_RELAXED(word, value)   __atomic_fetch_add((word), (value), __ATOMIC_RELAXED)
+#define PROTOCOL_COUNT                      PROTOCOL_ADD_RELAXED
 /* True when *word was *expected and is now value; otherwise *expected holds what was found. */
 #define PROTOCOL_CAS(word, expected, value)                                                        \
     __atomic_compare_exchange_n((word), (expected), (value), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)

@@ -144,6 +144,7 @@ void emulated_run(uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
     g->entry = entry;
     g->warps.assign(blocks * threads / 32, {});
     g->blocks.assign(blocks, 0);
+    g->counts.assign(blocks, 0);
     g->ready.clear();
     // What nobody has written are NaNs.
     g->shared.assign(blocks, std::vector<unsigned char>(shared_bytes + 128, 0xff));

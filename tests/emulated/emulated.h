@@ -103,6 +103,7 @@ struct emulated_grid_t {
     std::vector<emulated_fiber_t> fibers;
     std::vector<emulated_meeting_t> warps;
     std::vector<uint32_t> blocks; // threads at the block's barrier
+    std::vector<uint32_t> counts; // those of them that say yes
     std::vector<uint32_t> ready;
     std::vector<std::vector<unsigned char>> shared;
     std::vector<std::pair<const unsigned char *, uint64_t>> memory; // what may be read and written
@@ -141,6 +142,18 @@ void emulated_syncthreads();
 // ---- CUDA's functions
 // ----------------------------------------------------------------------------
 #define __syncthreads() emulated_syncthreads()
+static inline uint32_t __syncthreads_count(bool value)
+{
+    uint32_t *const count = &emulated.counts[blockIdx.x];
+    *count += value;
+    emulated_syncthreads();
+    const uint32_t all = *count;
+    emulated_syncthreads();
+    if (threadIdx.x == 0)
+        *count = 0;
+    emulated_syncthreads();
+    return all;
+}
 static inline void __syncwarp()
 {
     emulated_meet(EMULATED_SYNCWARP, 0, 0, NULL, [](emulated_meeting_t *) {});
@@ -226,6 +239,12 @@ static inline uint32_t __float_as_uint(float value)
 template <typename V> static inline V __ldcg(const V *at)
 {
     return *at;
+}
+static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
+{
+    const uint32_t before = *at;
+    *at += value;
+    return before;
 }
 static inline uint32_t atomicOr(uint32_t *at, uint32_t bits)
 {

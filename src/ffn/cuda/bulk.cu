@@ -30,35 +30,18 @@ extern "C" __global__ void __launch_bounds__(BULK_PLAN_THREADS) ffn_bulk_begin(
     }
 }
 
+#define ROUTE_EIGHTS ((int)BULK_ROUTE_ROWS / 8)
+
 template <typename T, int PIECES>
-static __device__ __forceinline__ void
-route_steps(const char *router, uint64_t low_at, uint64_t high_at,
-            const char *const (&x_at)[BULK_ROUTE_ROWS / 8], uint32_t hidden,
-            float (&sum)[BULK_ROUTE_ROWS / 8][4])
+static __device__ __forceinline__ void route_steps(const router_place_t<ROUTE_EIGHTS> &place,
+                                                   float (&sum)[ROUTE_EIGHTS][4])
 {
-    const uint32_t t = threadIdx.x % 4;
-#pragma unroll 8
-    for (uint32_t step = 0; step < (hidden + 31) / 32; step++) {
-        const uint32_t inside = step * 32 + t * 8 < hidden ? 0xffffffffu : 0u;
-        const uint32_t k = (step * 32 + t * 8) & inside;
-        uint32_t a[PIECES][4], b[PIECES][4];
-        uint4 x[BULK_ROUTE_ROWS / 8];
-#pragma unroll
-        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++)
-            x[n] = __ldg((const uint4 *)(x_at[n] + (uint64_t)k * 2));
-        router_weights<T, PIECES>(router, low_at + k, a);
-        router_weights<T, PIECES>(router, high_at + k, b);
-#pragma unroll
-        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++) {
-            x[n].x &= inside, x[n].y &= inside, x[n].z &= inside, x[n].w &= inside;
-#pragma unroll
-            for (int piece = PIECES - 1; piece >= 0; piece--) {
-                ptx_mma<T>(sum[n], a[piece][0], b[piece][0], a[piece][1], b[piece][1], x[n].x,
-                           x[n].y);
-                ptx_mma<T>(sum[n], a[piece][2], b[piece][2], a[piece][3], b[piece][3], x[n].z,
-                           x[n].w);
-            }
-        }
+    constexpr int COUNT = PIECES == 1 ? 4 : 2; // so that two blocks have a multiprocessor's registers
+#pragma unroll 1
+    for (uint32_t step = 0; step * 32 < place.hidden; step += COUNT) {
+        router_batch_t<PIECES, ROUTE_EIGHTS, COUNT> batch;
+        router_batch_load<PIECES, ROUTE_EIGHTS, COUNT>(place, step, 1, &batch);
+        router_batch_multiply<T, PIECES, ROUTE_EIGHTS, COUNT>(place, step, 1, batch, sum);
     }
 }
 
@@ -74,23 +57,25 @@ static __device__ __forceinline__ void route_logits(const ffn_cuda_lane_t *lane,
     const char *router = (const char *)lane_layer(lane)->router;
     const char *input = (const char *)lane->input;
     for (uint32_t tile = warp; tile * 16 < s.experts; tile += BULK_THREADS / 32) {
-        float sum[BULK_ROUTE_ROWS / 8][4] = {};
+        float sum[ROUTE_EIGHTS][4] = {};
         const uint32_t low = tile * 16 + g, high = low + 8;
+        router_place_t<ROUTE_EIGHTS> place;
         // What does not exist is read from something that does, and dropped: a step's loads are
         // then free of branches and under way together.
-        const uint64_t low_at = (uint64_t)min(low, s.experts - 1) * s.hidden;
-        const uint64_t high_at = (uint64_t)min(high, s.experts - 1) * s.hidden;
-        const char *x_at[BULK_ROUTE_ROWS / 8];
+        place.low_at = (uint64_t)min(low, s.experts - 1) * s.hidden;
+        place.high_at = (uint64_t)min(high, s.experts - 1) * s.hidden;
+        place.router = router;
+        place.hidden = s.hidden;
 #pragma unroll
-        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++)
-            x_at[n] = input + (uint64_t)(first + min(n * 8 + g, rows - 1)) * s.hidden * 2;
+        for (int n = 0; n < ROUTE_EIGHTS; n++)
+            place.x_at[n] = input + (uint64_t)(first + min(n * 8 + g, rows - 1)) * s.hidden * 2;
         if (wide)
-            route_steps<T, 3>(router, low_at, high_at, x_at, s.hidden, sum);
+            route_steps<T, 3>(place, sum);
         else
-            route_steps<T, 1>(router, low_at, high_at, x_at, s.hidden, sum);
+            route_steps<T, 1>(place, sum);
         const float scale = wide ? 1.0f / piece_scale<T>() : 1.0f;
 #pragma unroll
-        for (int n = 0; n < (int)BULK_ROUTE_ROWS / 8; n++)
+        for (int n = 0; n < ROUTE_EIGHTS; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const uint32_t expert = i / 2 ? high : low, row = n * 8 + t * 2 + i % 2;

@@ -23,5 +23,6 @@
 
 #define FEW_ROUTE_THREADS 512u /* an expert a thread, where they are counted */
 #define FEW_ROUTE_EXPERTS 16u  /* of a router block */
-#define FEW_ROUTE_ROWS    32u
+#define FEW_ROUTE_ROWS    8u
+#define FEW_ROUTE_ARRIVED (1u + FEW_ROWS_MOST / FEW_ROUTE_ROWS) /* counters of arrivals */
 #endif

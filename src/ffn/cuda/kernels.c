@@ -237,7 +237,8 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
     w->counts = kernels_take(&carve, limits->experts * sizeof(uint32_t));
     w->offsets = kernels_take(&carve, (limits->experts + 1) * sizeof(uint32_t));
     w->filled = kernels_take(&carve, limits->experts * sizeof(uint32_t));
-    w->tile_count = kernels_take(&carve, 3 * sizeof(uint32_t));
+    w->tile_count = kernels_take(&carve, 2 * sizeof(uint32_t));
+    w->arrived = kernels_take(&carve, FEW_ROUTE_ARRIVED * sizeof(w->arrived[0]));
     w->chosen = kernels_take(&carve, pairs * sizeof(uint32_t));
     w->weights = kernels_take(&carve, pairs * sizeof(float));
     w->pair_at = kernels_take(&carve, pairs * sizeof(uint32_t));
@@ -396,7 +397,7 @@ xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
     const uint32_t products =
         signature->dtype == FFN_CUDA_F16 ? FFN_KERNEL_FEW_F16 : FFN_KERNEL_FEW_BF16;
     const uint32_t routers = kernels_parts(signature->experts, FEW_ROUTE_EXPERTS) *
-                             kernels_parts(capacity_rows, FEW_ROUTE_ROWS);
+                             kernels_parts(capacity_rows ? capacity_rows : 1, FEW_ROUTE_ROWS);
     kernels_sequence_t sequence = {.kernels = kernels, .stream = stream, .watch = watch};
     uint32_t down = 0;
     void *parameters[] = {&lane, &down};

@@ -99,6 +99,17 @@ static __device__ __forceinline__ uint64_t ptx_swap_if_system(uint64_t *word, ui
     return before;
 }
 
+// 16 bytes. Unlike those of __ldg() they are read before the barriers that follow.
+static __device__ __forceinline__ uint4 ptx_load(const void *address)
+{
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
 // ---- loads of data that other blocks or kernels write while this kernel runs: past L1 ------------
 static __device__ __forceinline__ uint4 ptx_load_l2(const void *address)
 {

@@ -123,8 +123,9 @@ typedef struct ffn_cuda_workspace {
     uint32_t *counts;     /* [experts] pairs of each expert */
     uint32_t *offsets;    /* [experts + 1] first pair of each expert */
     uint32_t *filled;     /* [experts] pairs placed so far */
-    uint32_t *tile_count; /* [3]: tiles of routed pairs, tiles of the shared part; blocks of
-                             ffn_few_route() that have arrived, 0 between launches */
+    uint32_t *tile_count; /* [2]: tiles of routed pairs, tiles of the shared part */
+    uint64_t *arrived;    /* [FEW_ROUTE_ARRIVED]: of ffn_few_route(), 0 between launches: groups of
+                             rows that have chosen; blocks of each group */
     uint32_t *chosen;     /* [rows][top_k] experts, ascending */
     float *weights;       /* [rows][top_k] in that order */
     uint32_t *pair_at;    /* [rows][top_k] position of that pair in expert order */

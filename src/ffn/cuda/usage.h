@@ -31,7 +31,7 @@ PROTOCOL_FUNCTION void ffn_cuda_usage_expert(ffn_cuda_usage_t *usage, uint32_t e
 {
     if (!usage || !rows)
         return;
-    PROTOCOL_ADD_RELAXED(&ffn_cuda_usage_chosen(usage)[expert], (uint64_t)rows);
+    PROTOCOL_COUNT(&ffn_cuda_usage_chosen(usage)[expert], (uint64_t)rows);
 }
 
 /* One execution: its live rows, and the distinct experts whose weights it reads. */
@@ -40,8 +40,8 @@ PROTOCOL_FUNCTION void ffn_cuda_usage_execution(ffn_cuda_usage_t *usage, uint32_
 {
     if (!usage || !rows)
         return;
-    PROTOCOL_ADD_RELAXED(&usage->executions, (uint64_t)1);
-    PROTOCOL_ADD_RELAXED(&usage->rows, (uint64_t)rows);
-    PROTOCOL_ADD_RELAXED(&usage->experts, (uint64_t)experts);
+    PROTOCOL_COUNT(&usage->executions, (uint64_t)1);
+    PROTOCOL_COUNT(&usage->rows, (uint64_t)rows);
+    PROTOCOL_COUNT(&usage->experts, (uint64_t)experts);
 }
 #endif

@@ -27,7 +27,7 @@ typedef struct layer {
     float *gate, *up, *down; /* [parts][width][hidden], [parts][hidden][width] */
     float *input;            /* [rows][hidden] */
     ffn_cuda_tile_t *tiles;
-    uint32_t tile_count[3];
+    uint32_t tile_count[2];
     uint32_t *row_ids, *pair_at; /* of pairs */
     float *activations, *products;
 } layer_t;
@@ -122,7 +122,7 @@ static void layer_free(layer_t *l)
         free(all[i]);
 }
 
-/* As few_choose() does it, rows in any order. */
+/* As few_plan() does it, rows in any order. */
 static void layer_plan(layer_t *l)
 {
     static uint16_t pair[FEW_ROWS_MOST * FFN_CUDA_MAX_TOP_K];
@@ -388,7 +388,7 @@ static void test_router_blocks(void **state)
             const uint32_t tiles = few_parts(experts[i], FEW_ROUTE_EXPERTS);
             memset(seen, 0, sizeof(seen));
             for (uint32_t block = 0; block < tiles * few_parts(rows[r], FEW_ROUTE_ROWS); block++)
-                for (uint32_t thread = 0; thread < FEW_ROUTE_THREADS; thread++) {
+                for (uint32_t thread = 0; thread < FEW_ROUTE_EXPERTS * FEW_ROUTE_ROWS; thread++) {
                     const uint32_t lane = thread % 32, v = thread / 32;
                     const uint32_t e =
                         block % tiles * FEW_ROUTE_EXPERTS + few_sum_weight(v % 4, lane);

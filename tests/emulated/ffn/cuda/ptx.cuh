@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// src/ffn/cuda/ptx.cuh for emulated.h: the same functions, as far as the decode kernel uses them.
+// src/ffn/cuda/ptx.cuh for emulated.h: the same functions, as far as what is emulated uses them.
 #ifndef XPOOL_FFN_CUDA_PTX_CUH
 #define XPOOL_FFN_CUDA_PTX_CUH
 
@@ -96,6 +96,10 @@ static inline uint4 ptx_load_l2(const void *address)
 {
     return ptx_load_l2_if(address, true);
 }
+static inline uint4 ptx_load(const void *address)
+{
+    return ptx_load_l2_if(address, true);
+}
 
 // ---- copies --------------------------------------------------------------------------------------
 static inline void emulated_arrive(const emulated_copy_t &copy)
@@ -177,6 +181,14 @@ template <> inline __nv_bfloat16 ptx_from_float<__nv_bfloat16>(float value)
 template <> inline __half ptx_from_float<__half>(float value)
 {
     return {(_Float16)value};
+}
+
+template <typename T> static inline uint32_t ptx_pack(float low, float high)
+{
+    const T two[2] = {ptx_from_float<T>(low), ptx_from_float<T>(high)};
+    uint32_t pair;
+    memcpy(&pair, two, 4);
+    return pair;
 }
 
 struct emulated_product_t {
