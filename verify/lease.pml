@@ -5,7 +5,7 @@
  *
  * The scheduler has an Invocation in each of two Lanes, each for the resident kernel or, by its own
  * choice, for the host. The host offers the lease when it has nothing to do, launches the kernel
- * when the offer was seen, gives the lease up when it is asked for something, and may fail at any time: then it only stops the kernel. Blocks meet within
+ * when the offer was seen and what it fired meanwhile has ended, gives the lease up when it is asked for something, and may fail at any time: then it only stops the kernel. Blocks meet within
  * a command. Claims: each Invocation is executed once, by all blocks or by the host and never
  * beside the kernel; no command is lost between two leases; the kernel always leaves; nobody waits
  * for ever.
@@ -22,6 +22,7 @@ byte sequence[ENTRIES]; /* the queue */
 byte item[ENTRIES];     /* which Invocation a command is */
 bool stop;
 byte running;               /* blocks */
+byte under_way;             /* fired by the host, not ended */
 byte leases;                /* taken so far */
 byte part[INVOCATIONS + 1]; /* blocks that have begun it */
 byte times[INVOCATIONS + 1];
@@ -65,6 +66,12 @@ proctype Block()
     running--
 }
 
+/* What the host has fired begins only where the kernel is not: both need all multiprocessors. */
+proctype Fired(byte which)
+{
+    atomic { running == 0 -> times[which]++; under_way-- }
+}
+
 active proctype Host()
 {
     byte taken, i;
@@ -91,14 +98,17 @@ active proctype Host()
 #endif
         /* What was asked for before the offer was seen is the host's. */
         do
-        :: ring != taken -> times[asked[taken]]++; taken++
+        :: ring != taken -> under_way++; run Fired(asked[taken]); taken++
         :: (seen == lease || over) -> break
         :: may_fail -> break
         od;
         do
-        :: ring != taken -> times[asked[taken]]++; taken++
+        :: ring != taken -> under_way++; run Fired(asked[taken]); taken++
         :: else -> break
         od;
+#ifndef BUG_BESIDE
+        (under_way == 0);
+#endif
         running = BLOCKS;
         i = 0;
         do

@@ -83,7 +83,7 @@ for bug in BUG_CLEAR_STAGE BUG_CLEAR_PARTS BUG_COUNT_FROM_ZERO BUG_FORMER_LIVES 
     planted generations $bug
 done
 clean lease
-for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE; do
+for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE BUG_BESIDE; do
     planted lease $bug
 done
 echo "verify: all models hold and every planted mistake was found"

@@ -8,12 +8,13 @@
  *                                nothing under way                 it, the ring is empty
  *
  * The kernel is launched only when the scheduler has seen the offer: from then on it asks the host
- * for bulk only, and what it asked for before is fired. So steady decoding finds its way back to
- * the resident kernel without a pause. A lease that was short doubles quiet_ns, one that was long
- * sets it back, so mixed work does not spend its time in changes. The thread looks without rest for
- * SERVE_SPIN_NS after the last work and naps in between after that; the device never has to wake
- * it. It is the only one that launches after start. It never waits without a limit; whatever fails
- * ends the runtime with one text.
+ * for bulk only, and what it asked for before is fired; of that, what decodes has ended first, for
+ * a launch that needs all multiprocessors does not begin beside the kernel. So steady decoding
+ * finds its way back to the resident kernel without a pause. A lease that was short doubles
+ * quiet_ns, one that was long sets it back, so mixed work does not spend its time in changes. The
+ * thread looks without rest for SERVE_SPIN_NS after the last work and naps in between after that;
+ * the device never has to wake it. It is the only one that launches after start. It never waits
+ * without a limit; whatever fails ends the runtime with one text.
  */
 #include <errno.h>
 #include <sched.h>
@@ -207,27 +208,30 @@ static xp_status_t serve_ring(ffn_cuda_runtime_t *runtime, bool *worked_out)
     return XP_OK;
 }
 
+/* Whether what was launched on the stream is under way; or the device's error. */
+static xp_status_t serve_busy(const ffn_cuda_runtime_t *runtime, cuda_stream_t stream,
+                              bool *busy_out)
+{
+    const xp_status_t status = CUDA_CALL(runtime->device->driver, cuStreamQuery, stream);
+    *busy_out = status == XP_RETRY;
+    return status == XP_RETRY ? XP_OK : status;
+}
+
 /* Looks for device errors; idle_out: nothing that was fired is under way. */
 static xp_status_t serve_look(ffn_cuda_runtime_t *runtime, bool *idle_out)
 {
-    const cuda_stream_t streams[] = {runtime->decode, runtime->bulk};
-    *idle_out = true;
-    for (uint32_t i = 0; i < 2; i++) {
-        xp_status_t status = CUDA_CALL(runtime->device->driver, cuStreamQuery, streams[i]);
-        if (status == XP_RETRY && streams[i] == runtime->bulk)
-            runtime->last_bulk_ns = xp_monotonic_ns();
-        if (status == XP_RETRY)
-            *idle_out = false;
-        else if (status != XP_OK)
-            return status;
-    }
+    bool decoding, bulk, resident;
+    XP_TRY(serve_busy(runtime, runtime->decode, &decoding));
+    XP_TRY(serve_busy(runtime, runtime->bulk, &bulk));
+    *idle_out = !decoding && !bulk;
+    if (bulk)
+        runtime->last_bulk_ns = xp_monotonic_ns();
     if (!atomic_load(&runtime->lease_in_force))
         return XP_OK;
-    xp_status_t status = CUDA_CALL(runtime->device->driver, cuStreamQuery, runtime->resident);
-    if (status == XP_OK)
-        return xp_fail(XP_FATAL, "the resident decode kernel of cuda:%d ended by itself",
-                       runtime->device->ordinal);
-    return status == XP_RETRY ? XP_OK : status;
+    XP_TRY(serve_busy(runtime, runtime->resident, &resident));
+    return resident ? XP_OK
+                    : xp_fail(XP_FATAL, "the resident decode kernel of cuda:%d ended by itself",
+                              runtime->device->ordinal);
 }
 
 static void serve_nap(ffn_cuda_runtime_t *runtime)
@@ -260,14 +264,17 @@ static xp_status_t serve_turn(ffn_cuda_runtime_t *runtime, uint64_t *looked_ns)
     /* Before the ring: see serve_lease_is_seen. */
     const bool seen = runtime->offered && serve_lease_is_seen(runtime);
     XP_TRY(serve_ring(runtime, &worked));
-    if (seen) {
+    bool decoding = false;
+    if (seen)
+        XP_TRY(serve_busy(runtime, runtime->decode, &decoding));
+    if (seen && !decoding) {
         XP_TRY(serve_lease_take(runtime));
         /* Bulk that came while the offer was out would wait behind the kernel for ever: it executes
          * what was posted to it, and leaves. */
-        xp_status_t status = CUDA_CALL(runtime->device->driver, cuStreamQuery, runtime->bulk);
-        if (status == XP_RETRY)
-            status = serve_lease_give(runtime);
-        XP_TRY(status);
+        bool busy;
+        XP_TRY(serve_busy(runtime, runtime->bulk, &busy));
+        if (busy)
+            XP_TRY(serve_lease_give(runtime));
     }
     const uint64_t now = xp_monotonic_ns();
     if (worked)

@@ -228,6 +228,9 @@ static void fake_run_clock(const fake_launch_t *launch)
     *FAKE_ARGUMENT(uint64_t *, launch, 0) = xp_monotonic_ns();
 }
 
+static uint32_t fake_decoding; /* not 0: launches of decode are still under way */
+static uint32_t fake_stuck;    /* launches of the resident kernel beside it */
+
 /* ---- the resident kernel: it runs whenever the host looks whether it still does ---------------
  */
 static struct fake_resident {
@@ -243,6 +246,8 @@ static void fake_run_one_or_resident(const fake_launch_t *launch)
         fake_run_decode(launch);
         return;
     }
+    /* All multiprocessors are the kernel's: what decodes would wait for it, and it for nobody. */
+    fake_stuck += __atomic_load_n(&fake_decoding, __ATOMIC_ACQUIRE);
     pthread_mutex_lock(&fake_resident.lock);
     fake_resident.queue = FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 1);
     fake_resident.sequence = 1;
@@ -292,9 +297,12 @@ static bool fake_resident_turn(void)
     return runs;
 }
 
-/* Streams in the order in which create makes them; the resident kernel's is the fourth. */
+/* Streams in the order in which create makes them: decode's is the second, the resident kernel's
+ * the fourth. */
 static bool fake_busy(cuda_stream_t stream)
 {
+    if (stream == &fake.stream[1])
+        return __atomic_load_n(&fake_decoding, __ATOMIC_ACQUIRE);
     return stream == &fake.stream[3] && fake_resident_turn();
 }
 
@@ -328,6 +336,7 @@ static inline void fake_ffn_reset(void)
     fake.busy = fake_busy;
     fake_resident.queue = NULL;
     fake_decodes = fake_bulks = fake_pieces = fake_fews = 0;
+    fake_decoding = fake_stuck = 0;
     fake_device_breaks = false;
 }
 

@@ -413,6 +413,49 @@ static void test_shared_workspace(void **state)
     fixture_close(f);
 }
 
+/* Decode work that the host fired while its offer was out ends before the resident kernel begins:
+ * neither could have all multiprocessors beside the other. */
+static void test_lease_after_decode(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_BF16);
+    scene_t scene;
+    ffn_cuda_stats_t stats;
+    scene_create(&scene, true);
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    const uint32_t hidden = f->spec.hidden;
+    float *x = calloc(hidden, sizeof(*x));
+    uint16_t *in = rows_of(1, hidden, FFN_CUDA_BF16, x, 11), *out = calloc(hidden, 2);
+    for (const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
+         PROTOCOL_LOAD_ACQUIRE(scene.dispatch->lease) % 2 == 0;)
+        assert_true(xp_monotonic_ns() < limit);
+    /* Asked for before the offer is seen; fired, and not ended when it is. */
+    __atomic_store_n(&fake_decoding, 1, __ATOMIC_RELEASE);
+    scene_fill(&scene, 0, 0, 1, 1, in, out, NULL);
+    ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
+    assert_true(ffn_cuda_lease_look(scene.dispatch, &scene.poster));
+    assert_true(scene_done(&scene, 0));
+    for (const uint64_t end = xp_monotonic_ns() + 30 * XP_NS_PER_MS; xp_monotonic_ns() < end;) {
+        assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+        assert_int_equal(stats.lease_in_force, 0);
+    }
+    /* What was posted to the kernel meanwhile is executed once it is there. */
+    scene_fill(&scene, 1, 0, 0, 1, in, out, NULL);
+    assert_true(scene_post(&scene, 1, NULL, 0));
+    __atomic_store_n(&fake_decoding, 0, __ATOMIC_RELEASE);
+    assert_true(scene_done(&scene, 1));
+    scene_lease(&scene);
+    assert_int_equal(fake_stuck, 0);
+    free(x);
+    free(in);
+    free(out);
+    scene_close(&scene);
+    fixture_close(f);
+}
+
 /* Steady decoding needs no host; bulk work ends the lease, quiet brings it back. */
 static void test_lease(void **state)
 {
@@ -763,6 +806,7 @@ int main(void)
         cmocka_unit_test(test_pieces),
         cmocka_unit_test(test_gather_and_deliver),
         cmocka_unit_test(test_shared_workspace),
+        cmocka_unit_test(test_lease_after_decode),
         cmocka_unit_test(test_lease),
         cmocka_unit_test(test_records_lost),
         cmocka_unit_test(test_failures),
