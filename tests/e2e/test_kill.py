@@ -66,6 +66,12 @@ def instance():
         system.stop()
 
 
+def answers(system, identifier, ids):
+    """Whether a token is to be had. That the model is listed may still be said of the Instance that has died."""
+    body = {"model": identifier, "input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+    return harness.http_request(system.gateway + "/generate", "POST", body, 60)[0] == 200
+
+
 def restart_at_once():
     """An Instance that is started in the moment of its predecessor's kill waits for that end by itself, and so
     does one that comes while the predecessor drains."""
@@ -79,7 +85,7 @@ def restart_at_once():
             os.kill(pid, signal.SIGTERM if attempt == 5 else signal.SIGKILL)
             again = system.launch("serve", "left", log=system.folder / f"log.again{attempt}")
             harness.wait_until(
-                lambda: pid not in system.processes() and "left" in system.list_models(),
+                lambda: pid not in system.processes() and answers(system, "left", prompt["ids"]),
                 60,
                 "the Instance is back",
             )
