@@ -351,6 +351,11 @@ class System:
                 raise Broken(f"{what} did not come within {seconds} s\n{self.tails()}")
             time.sleep(0.002)
 
+    def is_ready(self):
+        """Whether the daemon says that the Generation serves."""
+        words = [self.xpool, "daemon", "check", "--config", self.config]
+        return subprocess.run([str(word) for word in words], capture_output=True, timeout=30, env=self.environment).returncode == 0
+
     def serving(self, model):
         return self.boards[model].state == SERVING and self.processes[model].poll() is None
 
