@@ -8,9 +8,7 @@
 
 #include "ffn/cuda/decode.cu"
 
-#include "../cuda/ffn_device.h"
-
-typedef std::vector<unsigned char> bytes_t;
+#include "values.h"
 
 struct shape_t {
     ffn_cuda_signature_t signature;
@@ -36,45 +34,6 @@ static std::vector<ffn_cuda_layer_t> layer_table;
 static bytes_t workspace;
 static uint32_t compared, unfair;
 static double worst;
-
-static uint16_t pack(float value, uint32_t dtype)
-{
-    uint16_t bits;
-    if (dtype == FFN_CUDA_BF16)
-        return ptx_from_float<__nv_bfloat16>(value).bits;
-    const _Float16 half = (_Float16)value;
-    memcpy(&bits, &half, 2);
-    return bits;
-}
-
-static float unpack(uint16_t bits, uint32_t dtype)
-{
-    _Float16 half;
-    if (dtype == FFN_CUDA_BF16)
-        return __uint_as_float((uint32_t)bits << 16);
-    memcpy(&half, &bits, 2);
-    return (float)half;
-}
-
-// Values as rounded, and their bytes, aligned to 16 by the allocator.
-static void fill(uint64_t count, uint64_t seed, float scale, uint32_t dtype, bytes_t *bytes,
-                 std::vector<float> *values)
-{
-    values->resize(count);
-    bytes->resize(count * (dtype == FFN_CUDA_F32 ? 4 : 2));
-    for (uint64_t i = 0; i < count; i++) {
-        const float value = ffn_kit_value(seed, i) * scale;
-        if (dtype == FFN_CUDA_F32) {
-            (*values)[i] = value;
-            memcpy(bytes->data() + i * 4, &value, 4);
-        } else {
-            const uint16_t bits = pack(value, dtype);
-            (*values)[i] = unpack(bits, dtype);
-            memcpy(bytes->data() + i * 2, &bits, 2);
-        }
-    }
-    emulated_allow(bytes->data(), bytes->size());
-}
 
 static void model_make(const shape_t &shape, uint32_t layer_count, uint64_t seed)
 {
