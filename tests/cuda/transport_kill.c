@@ -369,8 +369,9 @@ int main(int argc, char **argv)
         kit_row("transport.cuda.agent_replace_ms", pause.p50_us, "ms", -1, NULL, note);
         kit_samples(&pause, "transport.cuda.agent_replace_ms");
     }
-    if (argc > 3)
-        measure_drain((uint32_t)strtoul(argv[3], NULL, 10));
+    const uint32_t drained = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : 0;
+    if (drained)
+        measure_drain(drained);
     /* A planned end: MPS is told first. */
     uint32_t planned = 0, planned_harm = held.harmed + random_moment.harmed + of_agents.harmed;
     tally_t *tally = calloc(1, sizeof(*tally));
