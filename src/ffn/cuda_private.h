@@ -14,6 +14,7 @@
 #include "ffn/cuda/library.h"
 #include "ffn/cuda/usage.h"
 #include "ffn/cuda_load.h"
+#include "ffn/cuda_records.h"
 
 #define CUDA_MAX_SIGNATURES 64
 #define CUDA_MAX_CAPACITIES 12
@@ -84,9 +85,9 @@ struct ffn_cuda_runtime {
     ffn_library_t *library;
     cuda_stream_t control, decode, bulk, resident, watch; /* watch: stats */
     cuda_staging_t *staging;
-    ffn_cuda_ring_t *ring;            /* mapped */
-    ffn_cuda_record_place_t *records; /* mapped, or NULL */
-    cuda_address_t ring_at, records_at;
+    ffn_cuda_ring_t *ring; /* mapped */
+    cuda_address_t ring_at;
+    ffn_cuda_records_t records;
     /* Device memory: words and dispatch from create on, tables and Lanes from start on. */
     cuda_block_t words, tables, lanes;
     cuda_address_t dispatch_at, queue_at, counters_at, lease_at, failure_at, word_at;
@@ -102,7 +103,6 @@ struct ffn_cuda_runtime {
     uint32_t templates, layers, captured;
     uint32_t *layer_template, *layer_part; /* by layer of the table: template; first part */
     ffn_cuda_part_t *part;                 /* all parts, as uploaded */
-    int64_t clock_offset_ns;               /* CLOCK_MONOTONIC minus the device's clock */
     bool started;
     /* the host thread */
     pthread_t thread;
@@ -120,7 +120,6 @@ struct ffn_cuda_runtime {
     bool stuck; /* work on the device did not end: its memory must stay */
     pthread_mutex_t failure_lock, stats_lock;
     xp_error_t failure;
-    uint64_t records_read; /* ffn_cuda_runtime_records */
 };
 
 static inline void *cuda_pointer(cuda_address_t address)
