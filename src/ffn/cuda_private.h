@@ -114,9 +114,10 @@ struct ffn_cuda_runtime {
     uint64_t taken;          /* requests */
     uint32_t lease;          /* last value written */
     bool offered;            /* that lease is odd, and its kernel is not launched yet */
+    bool few_wanted;         /* what came last is the kernel of few rows' */
     uint64_t lease_since_ns, last_work_ns, last_bulk_ns, quiet_ns;
     _Atomic uint64_t host_launches, leases;
-    _Atomic uint32_t lease_in_force;
+    _Atomic uint32_t lease_in_force; /* FFN_CUDA_LEASE_..., 0: none */
     bool stuck; /* work on the device did not end: its memory must stay */
     pthread_mutex_t failure_lock, stats_lock;
     xp_error_t failure;
@@ -135,6 +136,9 @@ uint64_t cuda_template_bytes(const ffn_cuda_config_t *config,
                              const ffn_cuda_signature_t *signature);
 /* Index of the smallest Capacity that holds `rows`. */
 uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows);
+/* Most rows for which the resident kernel of few rows computes its layers: as few as its Lanes'
+ * workspaces hold at once; 0: none. */
+uint32_t cuda_template_few_rows(const cuda_template_t *template);
 /* Whether such a Capacity's products are pieces in the workspace that all Lanes share. */
 bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
                           uint32_t capacity_rows);

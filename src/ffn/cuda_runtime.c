@@ -406,7 +406,9 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             .hidden = model->hidden,
             .dtype = model->dtype,
             .decode_rows = FFN_CUDA_DECODE_ROWS,
+            .few_rows = FEW_ROWS_MOST,
         };
+        bool experts = false;
         uint64_t usage = model->usage_first;
         for (uint32_t l = 0; l < model->layers; l++) {
             const uint32_t part = next_part + model->first_part[l];
@@ -423,11 +425,18 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             usage += counters;
             runtime->layer_template[next_layer + l] = model->template[l];
             runtime->layer_part[next_layer + l] = part;
-            const uint32_t rows =
-                ffn_cuda_streamed_rows(&runtime->template[model->template[l]].signature);
+            const cuda_template_t *template = &runtime->template[model->template[l]];
+            const uint32_t rows = ffn_cuda_streamed_rows(&template->signature);
+            const uint32_t few = cuda_template_few_rows(template);
             if (rows < runtime->dispatch.models[m].decode_rows)
                 runtime->dispatch.models[m].decode_rows = rows;
+            if (few < runtime->dispatch.models[m].few_rows)
+                runtime->dispatch.models[m].few_rows = few;
+            experts = experts || template->signature.experts;
         }
+        /* Of dense layers the grouped products of more rows are as fast, and need no lease. */
+        if (!experts || !runtime->config.resident)
+            runtime->dispatch.models[m].few_rows = 0;
         memcpy(runtime->part + next_part, model->part, model->parts * sizeof(*model->part));
         next_layer += model->layers;
         next_part += model->parts;

@@ -63,6 +63,15 @@ static bool template_pieces(const cuda_template_t *template, uint32_t rows)
     return rows > template->piece_rows || rows > CUDA_OWN_ROWS;
 }
 
+uint32_t cuda_template_few_rows(const cuda_template_t *template)
+{
+    const uint32_t most = template->capacity[template->capacities - 1];
+    const uint32_t rows = ffn_cuda_few_rows(&template->signature);
+    if (template_pieces(template, rows < most ? rows : most))
+        return 0;
+    return rows < most ? rows : most;
+}
+
 bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
                           uint32_t capacity_rows)
 {

@@ -314,19 +314,37 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
     lane_free(kit, &l);
 }
 
-/* Lanes of different layers and rows in turn through the resident kernel, twice around the queue.
+/* Which resident kernel. */
+enum { RESIDENT_PLAIN, RESIDENT_AHEAD, RESIDENT_FEW };
+static const char *const resident_names[] = {"resident", "resident, looking ahead",
+                                             "resident, few rows"};
+
+static void resident_launch(ffn_kit_t *kit, cuda_address_t queue, uint32_t which)
+{
+    CHECK_OK(which == RESIDENT_FEW
+                 ? ffn_cuda_few_resident(&kit->kernels, queue, kit->stream)
+                 : ffn_cuda_resident(&kit->kernels, queue, which == RESIDENT_AHEAD, kit->stream));
+}
+
+/* Lanes of different layers and rows in turn through a resident kernel, twice around the queue.
  */
-static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ahead, bool stop)
+static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t which, bool stop)
 {
     enum { LANES = 5 };
-    const uint32_t rows[LANES] = {1, 16, 0, 7, m->signature.experts ? 30 : 12};
+    const bool few = which == RESIDENT_FEW;
+    const uint32_t bulk = few ? ffn_cuda_few_rows(&m->signature) : 0;
+    const uint32_t decode[LANES] = {1, 16, 0, 7, m->signature.experts ? 30 : 12};
+    const uint32_t wide[LANES] = {17, small ? 33 : 64, 0, 32, 40};
+    const uint32_t *rows = few ? wide : decode;
     test_lane_t lanes[LANES];
+    if (few && bulk == 0)
+        return;
     cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
     cuda_address_t list = ffn_kit_alloc(kit, sizeof(cuda_address_t) * LANES);
     cuda_address_t answer = ffn_kit_alloc(kit, 256), samples = 0;
     const uint32_t rounds = 2 * FFN_CUDA_QUEUE_ENTRIES / LANES * LANES;
     for (uint32_t i = 0; i < LANES; i++) {
-        lane_make(kit, m, ffn_cuda_decode_rows(&m->signature), 0, &lanes[i]);
+        lane_make(kit, m, few ? bulk : ffn_cuda_decode_rows(&m->signature), bulk, &lanes[i]);
         /* Lanes 1, 2 and 3 follow each other's layers, 0 and 4 do not. */
         lane_set(kit, m, &lanes[i], (i + i / 4) % m->layers, rows[i], i % 2, 300 + i);
         ffn_kit_write(kit, list + i * sizeof(cuda_address_t), &lanes[i].at, sizeof(cuda_address_t));
@@ -350,13 +368,13 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
             }
         }
         ffn_kit_write(kit, queue, commands, sizeof(commands));
-        CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, look_ahead, kit->stream));
+        resident_launch(kit, queue, which);
     } else {
         uint32_t lane_count = LANES, pause_ns = 0, posted = rounds;
         uint64_t first = 0, last = (uint64_t)rounds + 1;
         void *post[] = {&queue, &list, &lane_count, &first, &posted, &pause_ns, &answer, &samples};
         void *leave[] = {&queue, &last};
-        CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, look_ahead, kit->stream));
+        resident_launch(kit, queue, which);
         CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[FFN_KIT_POST], 1, 1, 1,
                            1, 1, 1, 0, kit->side, post, NULL));
         CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel,
@@ -366,7 +384,7 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
     ffn_kit_wait(kit, kit->side);
     ffn_kit_wait(kit, kit->stream);
     for (uint32_t i = 0; i < LANES; i++) {
-        lane_compare(kit, m, &lanes[i], 2, look_ahead ? "resident, looking ahead" : "resident");
+        lane_compare(kit, m, &lanes[i], few ? 4 : 2, resident_names[which]);
         lane_free(kit, &lanes[i]);
     }
     ffn_kit_free(kit, answer);
@@ -700,13 +718,15 @@ int main(int count, char **arguments)
         if (wanted(count, arguments, "decode"))
             test_decode(&kit, &m);
         if (wanted(count, arguments, "resident")) {
-            test_resident(&kit, &m, false, false);
-            test_resident(&kit, &m, true, i % 2);
+            test_resident(&kit, &m, RESIDENT_PLAIN, false);
+            test_resident(&kit, &m, RESIDENT_AHEAD, i % 2);
         }
         if (wanted(count, arguments, "bulk"))
             test_bulk(&kit, &m);
-        if (wanted(count, arguments, "few"))
+        if (wanted(count, arguments, "few")) {
             test_few(&kit, &m);
+            test_resident(&kit, &m, RESIDENT_FEW, i % 2);
+        }
         if (wanted(count, arguments, "padded") && s->experts)
             test_padded(&kit, &m);
         if (wanted(count, arguments, "library") && s->experts == 0)

@@ -32,6 +32,7 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_FEW_ROUTE] = "ffn_few_route",
     [FFN_KERNEL_FEW_BF16] = "ffn_few_bf16",
     [FFN_KERNEL_FEW_F16] = "ffn_few_f16",
+    [FFN_KERNEL_FEW_RESIDENT] = "ffn_few_resident",
 };
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
@@ -61,7 +62,7 @@ static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
     XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
         XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
-    for (uint32_t i = FFN_KERNEL_FEW_BF16; i <= FFN_KERNEL_FEW_F16; i++)
+    for (uint32_t i = FFN_KERNEL_FEW_BF16; i <= FFN_KERNEL_FEW_RESIDENT; i++)
         XP_TRY(kernels_shared(kernels, i, FEW_SHARED_BYTES));
     return XP_OK;
 }
@@ -290,6 +291,15 @@ xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t 
                               bool look_ahead, cuda_stream_t stream)
 {
     return kernels_decode_launch(kernels, 0, queue, look_ahead, stream);
+}
+
+xp_status_t ffn_cuda_few_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
+                                  cuda_stream_t stream)
+{
+    void *parameters[] = {&queue};
+    return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
+                     kernels->function[FFN_KERNEL_FEW_RESIDENT], kernels->blocks, 1, 1, FEW_THREADS,
+                     1, 1, FEW_SHARED_BYTES, stream, parameters);
 }
 
 /* Elements of the activations that one row has. */

@@ -32,6 +32,7 @@ enum {
     FFN_KERNEL_FEW_ROUTE,
     FFN_KERNEL_FEW_BF16,
     FFN_KERNEL_FEW_F16,
+    FFN_KERNEL_FEW_RESIDENT,
     FFN_KERNEL_COUNT
 };
 
@@ -132,6 +133,11 @@ xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
                                  const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
                                  uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
                                  const ffn_cuda_watch_t *watch);
+
+/* The resident kernel of few rows over `queue`, as ffn_cuda_resident(): commands of up to
+ * ffn_cuda_few_rows() rows, with the bits of ffn_cuda_few(). */
+xp_status_t ffn_cuda_few_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
+                                  cuda_stream_t stream);
 
 /* output = partials[0] + ... of the Lane, in that order, in FP32, cast once. */
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,

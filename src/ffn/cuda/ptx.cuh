@@ -149,6 +149,12 @@ static __device__ __forceinline__ void ptx_copy_sixteen(uint32_t to, const void 
                  "l"(from), "r"(bytes), "l"(policy)
                  : "memory");
 }
+// Of what is read again soon.
+static __device__ __forceinline__ void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
 // For small constant tables.
 static __device__ __forceinline__ void ptx_copy_eight(uint32_t to, const void *from)
 {

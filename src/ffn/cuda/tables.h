@@ -214,6 +214,14 @@ typedef struct ffn_cuda_queue {
     ffn_cuda_command_t entries[FFN_CUDA_QUEUE_ENTRIES];
     uint64_t answered; /* commands done */
     uint64_t pad0[15];
+    /* The resident kernel of few rows: by which its blocks meet within a command. Counters that only
+     * grow: plans that are made; blocks whose activations, whose products are written. */
+    uint64_t planned;
+    uint64_t pad2[15];
+    uint64_t acted;
+    uint64_t pad3[15];
+    uint64_t multiplied;
+    uint64_t pad4[15];
     uint32_t stop; /* not 0: leave without a command (failure, shutdown) */
     uint32_t pad1[29];
     ffn_cuda_counters_t *counters; /* written with the zeroes, before the lease; or NULL */

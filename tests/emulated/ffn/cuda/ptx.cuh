@@ -131,6 +131,10 @@ static inline void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t byte
 {
     emulated_copy(to, from, bytes, 16);
 }
+static inline void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t bytes)
+{
+    emulated_copy(to, from, bytes, 16);
+}
 static inline void ptx_copy_eight(uint32_t to, const void *from)
 {
     emulated_copy(to, from, 8, 8);
