@@ -118,7 +118,7 @@ struct ffn_cuda_runtime {
     uint64_t lease_since_ns, last_work_ns, last_bulk_ns, quiet_ns;
     _Atomic uint64_t host_launches, leases;
     _Atomic uint32_t lease_in_force; /* FFN_CUDA_LEASE_..., 0: none */
-    bool stuck; /* work on the device did not end: its memory must stay */
+    bool stuck;                      /* work on the device did not end: its memory must stay */
     pthread_mutex_t failure_lock, stats_lock;
     xp_error_t failure;
 };

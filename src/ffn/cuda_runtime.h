@@ -145,7 +145,7 @@ typedef struct ffn_cuda_stats {
     uint64_t resident_invocations;       /* of these, without a host launch */
     uint64_t host_launches;              /* launches by the host thread since start, of any kind */
     uint64_t leases;                     /* times the lease was taken */
-    uint32_t lease_in_force; /* FFN_CUDA_LEASE_..., 0: none */
+    uint32_t lease_in_force;             /* FFN_CUDA_LEASE_..., 0: none */
 } ffn_cuda_stats_t;
 xp_status_t ffn_cuda_runtime_stats(ffn_cuda_runtime_t *runtime, ffn_cuda_stats_t *stats_out);
 

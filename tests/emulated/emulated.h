@@ -22,7 +22,7 @@
 #define __device__
 #define __host__
 #define __global__
-#define __shared__ // entries that have such variables are not run here
+#define __shared__       // entries that have such variables are not run here
 #define __forceinline__  inline
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)

@@ -214,8 +214,8 @@ typedef struct ffn_cuda_queue {
     ffn_cuda_command_t entries[FFN_CUDA_QUEUE_ENTRIES];
     uint64_t answered; /* commands done */
     uint64_t pad0[15];
-    /* The resident kernel of few rows: by which its blocks meet within a command. Counters that only
-     * grow: plans that are made; blocks whose activations, whose products are written. */
+    /* The resident kernel of few rows: by which its blocks meet within a command. Counters that
+     * only grow: plans that are made; blocks whose activations, whose products are written. */
     uint64_t planned;
     uint64_t pad2[15];
     uint64_t acted;
