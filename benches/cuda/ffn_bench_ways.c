@@ -76,7 +76,7 @@ static void few_resident(ffn_kit_t *kit, const char *kind, bench_lanes_t *l, uin
                          double floor_us)
 {
     static const char *const names[FFN_CUDA_TRACE_MARKS] = {
-        "read", "logits", "plan", "gate", "all gate", "down", "all down", "end"};
+        "read", "logits", "plan", "a warp", "products", "all products", "", "end"};
     const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
     cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
     char metric[96], note[700], text[500] = "";

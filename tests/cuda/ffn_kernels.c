@@ -580,8 +580,10 @@ static void padded_graph(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t
     cuda_graph_destroy(&kit->device, graph);
 }
 
-static void padded_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one)
+static void padded_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one,
+                            uint32_t which)
 {
+    char what[64];
     ffn_cuda_command_t commands[2];
     cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
     padded_fresh(kit, m, one);
@@ -594,9 +596,10 @@ static void padded_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_cas
                                        .rows = PADDED_LIVE};
     commands[1].sequence = 2; /* no Lane: leave */
     ffn_kit_write(kit, queue, commands, sizeof(commands));
-    CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, false, kit->stream));
+    resident_launch(kit, queue, which);
     ffn_kit_wait(kit, kit->stream);
-    padded_check(kit, m, one, "padded rows, resident");
+    snprintf(what, sizeof(what), "padded rows, %s", resident_names[which]);
+    padded_check(kit, m, one, what);
     ffn_kit_free(kit, queue);
 }
 
@@ -609,7 +612,9 @@ static void test_padded(ffn_kit_t *kit, const ffn_kit_model_t *m)
     one.lane.seed = padded_seed(m);
     padded_take_out(kit, m, &one);
     padded_graph(kit, m, &one, 0, false, "padded rows, decode graph");
-    padded_resident(kit, m, &one);
+    padded_resident(kit, m, &one, RESIDENT_PLAIN);
+    if (ffn_cuda_few_rows(&m->signature))
+        padded_resident(kit, m, &one, RESIDENT_FEW);
     for (uint32_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++)
         padded_graph(kit, m, &one, capacities[i], false, "padded rows, bulk graph");
     for (uint32_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++)

@@ -183,7 +183,7 @@ int main(int count, char **arguments)
         {{moe(192, 72, 16, 4, 72), true}, 5},  // as GLM: sigmoid, bias, FP32 router
         {{moe(64, 136, 160, 6, 0), false}, 7}, // fewer units than blocks at times
         {{moe(136, 64, 24, 8, 0), false}, 1},  // a block alone
-        {{moe(72, 8, 8, 8, 8), false}, 4},     // all choose all: tiles of 32 rows
+        {{moe(72, 40, 8, 8, 24), false}, 4},   // all choose all: tiles of 32 rows
         {{dense(136, 88, FFN_CUDA_F16), false}, 3},
     };
     shapes[2].first.signature.router = 1;

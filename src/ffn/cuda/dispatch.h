@@ -31,7 +31,7 @@
 #include "base/protocol_atomics.h"
 #include "ffn/cuda/tables.h"
 
-#define FFN_CUDA_DISPATCH_ABI  1u
+#define FFN_CUDA_DISPATCH_ABI  2u
 #define FFN_CUDA_MAX_LANES     32u
 #define FFN_CUDA_MAX_MODELS    64u
 #define FFN_CUDA_MAX_CONSUMERS 8u

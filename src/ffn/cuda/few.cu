@@ -21,16 +21,20 @@ template <typename T>
 static __device__ __forceinline__ void few(const ffn_cuda_lane_t *lane, uint32_t down)
 {
     const ffn_cuda_layer_t *layer = lane_layer(lane);
-    const uint32_t rows = min(lane->rows, FEW_ROWS_MOST), warp = threadIdx.x / 32;
-    const few_plan_t p = few_plan_make(layer->signature, rows, lane->workspace.tile_count, down);
-    const uint64_t policy = ptx_policy_stream();
-    const void *input = lane->input;
-    const uint32_t number = few_first_item(blockIdx.x, gridDim.x, warp);
-    if (number >= p.items)
-        return;
-    few_items<T>(p, lane, input, layer->parts, layer->signature->activation,
-                 few_source_at(p, lane, input, layer->parts, number), number, false,
-                 ptx_dynamic_shared() + warp * FEW_RING_BYTES, policy);
+    const uint32_t rows = min(lane->rows, FEW_ROWS_MOST);
+    const few_plan_t plan =
+        few_plan_make(layer->signature, rows, lane->workspace.tile_count, down);
+    few_stream_t stream;
+    stream.plans = &plan;
+    stream.count = 1;
+    stream.meeting = 0;
+    stream.taken = NULL;
+    stream.workspace = &lane->workspace;
+    stream.input = lane->input;
+    stream.parts = layer->parts;
+    stream.activation = layer->signature->activation;
+    few_items<T>(stream, ptx_dynamic_shared() + threadIdx.x / 32 * FEW_RING_BYTES,
+                 ptx_policy_stream());
 }
 
 extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1)

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: MIT
-// The resident kernel of few rows: the phases of few.cu within one cooperative launch, a command after the
+// The resident kernel of few rows: the steps of few.cu within one cooperative launch, a command after the
 // other, without the host.
 //
-//   router    units over all blocks; the last one plans, all wait for that
-//   gate      items over all warps. Who has none left copies the weights of its first item of down
-//   down      once all activations are written
+//   router    units over all blocks: logits; once a group of rows has all, its blocks choose, a row a warp.
+//             The last one plans, all wait for that
+//   products  items of gate and behind them those of down, in one stream: a warp takes the next one when it
+//             is done, since multiprocessors do not get equal parts of the memory's rate. Down waits for the
+//             activations of its own tile, which were written long ago
 //   sum       of a row's pairs, once all products are written: four columns a thread
 //
-// Blocks meet by counters of the queue, which only grow and are zero when the kernel begins. What other
-// blocks write while the kernel runs is read past L1, or after the block's acquire, which empties it.
-// Nothing waits without a partner that is already running: the launch is cooperative.
+// Between two commands the layer that usually follows is read and its router brought to L2.
+//
+// Blocks meet by words that are zero before a command, that only grow, or that name the command. What other
+// blocks write while the kernel runs is read past L1, or after an acquire of the same block, which empties it.
+// Nothing waits without a partner that is already running: the launch is cooperative. An item that waits was
+// taken after the one that it waits for, and items of gate wait for nothing.
 #ifndef XPOOL_FFN_CUDA_FEW_RESIDENT_CUH
 #define XPOOL_FFN_CUDA_FEW_RESIDENT_CUH
 
@@ -26,6 +31,11 @@ struct few_call_t {
     ffn_cuda_lane_t lane; // copies of the command's
     ffn_cuda_layer_t layer;
     ffn_cuda_signature_t signature;
+    // What usually follows, read ahead; its address is `next_at`.
+    const ffn_cuda_layer_t *next_at;
+    ffn_cuda_layer_t next;
+    ffn_cuda_signature_t next_signature;
+    few_plan_t plans[2];
     uint64_t began_ns;
     uint32_t leave;
 };
@@ -38,39 +48,26 @@ static __device__ __forceinline__ void few_mark(const few_call_t &call, uint32_t
                         (uint32_t)(ptx_clock_ns() - call.began_ns));
 }
 
-// All threads of all blocks: what each has written before, all see after. marks: which and the next.
-static __device__ __forceinline__ void few_meet(const few_call_t &call, uint32_t mark, uint64_t *word,
-                                                uint64_t target)
-{
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        few_mark(call, mark);
-        ptx_add_release(word, 1);
-        while (ptx_load_acquire(word) < target)
-            ;
-        few_mark(call, mark + 1);
-    }
-    __syncthreads();
-}
-
-// All threads, once call.command is there: the Lane, the layer.
+// All threads, once call.command is there: the Lane, the layer. Then a barrier of the block.
 static __device__ __forceinline__ void few_call_read(few_call_t &call, few_router_t &route)
 {
     const uint32_t thread = threadIdx.x, lane_words = sizeof(ffn_cuda_lane_t) / 8;
+    const uint32_t layer_words = sizeof(ffn_cuda_layer_t) / 8;
     const ffn_cuda_layer_t *layer = call.command.layers + call.command.layer;
-    static_assert(sizeof(ffn_cuda_lane_t) / 8 + sizeof(ffn_cuda_layer_t) / 8 <= FEW_THREADS,
-                  "a word a thread");
+    const bool known = layer == call.next_at;
+    static_assert(lane_words + layer_words <= FEW_THREADS, "a word a thread");
     if (thread < lane_words)
         ((unsigned long long *)&call.lane)[thread] =
             __ldcg((const unsigned long long *)call.command.lane + thread);
-    else if (thread - lane_words < sizeof(ffn_cuda_layer_t) / 8)
+    else if (thread - lane_words < layer_words)
         ((unsigned long long *)&call.layer)[thread - lane_words] =
-            __ldcg((const unsigned long long *)layer + thread - lane_words);
+            known ? ((const unsigned long long *)&call.next)[thread - lane_words]
+                  : __ldcg((const unsigned long long *)layer + thread - lane_words);
     __syncthreads();
-    few_signature(route, &call.layer);
-    __syncthreads();
+    const ffn_cuda_signature_t *signature = known ? &call.next_signature : call.layer.signature;
     if (thread < sizeof(call.signature) / 4)
-        ((uint32_t *)&call.signature)[thread] = ((const uint32_t *)&route.signature)[thread];
+        ((uint32_t *)&call.signature)[thread] = ((uint32_t *)&route.signature)[thread] =
+            ((const uint32_t *)signature)[thread];
     if (thread == 0)
         few_mark(call, 0);
 }
@@ -79,25 +76,56 @@ static __device__ __forceinline__ void few_call_read(few_call_t &call, few_route
 static __device__ __forceinline__ void few_call_route(few_call_t &call, few_router_t &route,
                                                       ffn_cuda_queue_t *queue, uint64_t turn)
 {
+    const ffn_cuda_signature_t &s = call.signature;
     const uint32_t rows = call.command.rows;
     const uint32_t groups = few_parts(rows, FEW_ROUTE_ROWS);
-    const uint32_t units = few_parts(route.signature.experts, FEW_ROUTE_EXPERTS) * groups;
+    const uint32_t tiles = few_parts(s.experts, FEW_ROUTE_EXPERTS), units = tiles * groups;
+    uint64_t *const arrived = call.lane.workspace.arrived;
     bool plans = units == 0 && blockIdx.x == 0;
+    // All logits first, so that nobody waits for a unit behind one that waits.
 #pragma unroll 1
-    for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x)
-        plans = few_unit(route, &call.lane, &call.layer, call.command.input, rows, unit, groups);
-    if (threadIdx.x == 0)
-        few_mark(call, 1);
-    if (plans) { // the last unit of all was this block's last one
-        few_plan(route, &call.lane, &call.layer, rows);
+    for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        few_unit_logits(route, &call.lane, &call.layer, call.command.input, rows, unit);
         __syncthreads();
         if (threadIdx.x == 0)
-            ptx_add_release(&queue->planned, 1);
+            ptx_add_release(arrived + 1 + unit / tiles, (uint64_t)1);
     }
-    if (threadIdx.x == 0) {
-        while (ptx_load_acquire(&queue->planned) < turn)
-            ;
-        few_mark(call, 2);
+    if (threadIdx.x == 0)
+        few_mark(call, 1);
+#pragma unroll 1
+    for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        if (threadIdx.x == 0)
+            while (ptx_load_acquire(arrived + 1 + unit / tiles) < tiles)
+                ;
+        __syncthreads();
+        few_choose(route, &call.lane, call.layer.bias, unit / tiles * FEW_ROUTE_ROWS, rows,
+                   call.lane.workspace.products, unit % tiles, tiles);
+        __syncthreads();
+        if (threadIdx.x == 0)
+            route.last = ptx_add_acq_rel(arrived, 1) + 1 == units;
+        __syncthreads();
+        plans = route.last;
+    }
+    if (plans) { // all have chosen, so nobody looks at the counters any more
+        few_plan(route, &call.lane, &call.layer, rows);
+        if (threadIdx.x <= groups)
+            arrived[threadIdx.x] = 0;
+        if (threadIdx.x == 32)
+            queue->taken = 0; // whoever took of it has ended the command before
+        __syncthreads();
+        if (threadIdx.x == 0)
+            ptx_store_release(&queue->planned,
+                              turn << 24 | route.tiles[1] << 16 | route.tiles[0]);
+    }
+    if (threadIdx.x < 2) {
+        uint64_t planned;
+        do
+            planned = ptx_load_acquire(&queue->planned);
+        while (planned >> 24 != turn);
+        const uint32_t count[2] = {(uint32_t)planned & 0xffff, (uint32_t)planned >> 16 & 0xff};
+        call.plans[threadIdx.x] = few_plan_make(&s, rows, count, threadIdx.x);
+        if (threadIdx.x == 0)
+            few_mark(call, 2);
     }
     __syncthreads();
 }
@@ -135,36 +163,56 @@ template <typename T> static __device__ __forceinline__ void few_sum(const few_c
     }
 }
 
-// All of the block's part of gate, down and the sums.
+// All of the block's part of the products and the sums.
 template <typename T>
 static __device__ __forceinline__ void few_call_products(const few_call_t &call, unsigned char *ring,
                                                          ffn_cuda_queue_t *queue, uint64_t turn,
                                                          uint64_t policy)
 {
-    const ffn_cuda_lane_t *lane = &call.lane;
-    const ffn_cuda_part_t *parts = call.layer.parts;
-    const void *input = call.command.input;
-    const uint32_t rows = call.command.rows, act = call.signature.activation;
-    const uint32_t number = few_first_item(blockIdx.x, gridDim.x, threadIdx.x / 32);
-    {
-        const few_plan_t gate =
-            few_plan_make(&call.signature, rows, lane->workspace.tile_count, 0);
-        if (number < gate.items)
-            few_items<T>(gate, lane, input, parts, act,
-                         few_source_at(gate, lane, input, parts, number), number, false, ring,
-                         policy);
+    few_stream_t stream;
+    stream.plans = call.plans;
+    stream.count = 2;
+    stream.meeting = 1;
+    stream.taken = &queue->taken;
+    stream.workspace = &call.lane.workspace;
+    stream.input = call.command.input;
+    stream.parts = call.layer.parts;
+    stream.activation = call.signature.activation;
+    few_items<T>(stream, ring, policy);
+    if (threadIdx.x == 32)
+        few_mark(call, 3);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        few_mark(call, 4);
+        ptx_add_release(&queue->multiplied, (uint64_t)1);
+        while (ptx_load_acquire(&queue->multiplied) < turn * gridDim.x)
+            ;
+        few_mark(call, 5);
     }
-    const few_plan_t down = few_plan_make(&call.signature, rows, lane->workspace.tile_count, 1);
-    few_source_t first = {};
-    if (number < down.items) {
-        first = few_source_at(down, lane, input, parts, number);
-        few_weights_begin(first, ring, policy);
-    }
-    few_meet(call, 3, &queue->acted, turn * gridDim.x);
-    if (number < down.items)
-        few_items<T>(down, lane, input, parts, act, first, number, true, ring, policy);
-    few_meet(call, 5, &queue->multiplied, turn * gridDim.x);
+    __syncthreads();
     few_sum<T>(call);
+}
+
+#define FEW_NEXT_FIRST 64u // the first thread that looks ahead: of warp 2
+
+// Threads from FEW_NEXT_FIRST on, between two commands: reads what usually follows, and brings to L2 what
+// that begins with.
+static __device__ __forceinline__ void few_next(few_call_t &call, const ffn_cuda_layer_t *layer)
+{
+    const uint32_t thread = threadIdx.x - FEW_NEXT_FIRST;
+    const ffn_cuda_signature_t *s = layer->signature;
+    const uint64_t bytes =
+        (uint64_t)s->experts * s->hidden * (s->router_dtype == FFN_CUDA_F32 ? 4 : 2);
+    if (thread < sizeof(ffn_cuda_layer_t) / 8)
+        ((unsigned long long *)&call.next)[thread] = ((const unsigned long long *)layer)[thread];
+    if (thread < sizeof(*s) / 4)
+        ((uint32_t *)&call.next_signature)[thread] = ((const uint32_t *)s)[thread];
+    if (thread == 0)
+        call.next_at = layer;
+    for (uint64_t at = ((uint64_t)blockIdx.x * (FEW_THREADS - FEW_NEXT_FIRST) + thread) * 1024;
+         at < bytes; at += (uint64_t)gridDim.x * (FEW_THREADS - FEW_NEXT_FIRST) * 1024)
+        ptx_prefetch((const char *)layer->router + at,
+                     (uint32_t)(bytes - at < 1024 ? bytes - at : 1024));
 }
 
 static __device__ __forceinline__ void few_resident(few_call_t &call, unsigned char *memory,
@@ -173,6 +221,8 @@ static __device__ __forceinline__ void few_resident(few_call_t &call, unsigned c
     const uint64_t policy = ptx_policy_stream();
     unsigned char *ring = memory + threadIdx.x / 32 * FEW_RING_BYTES;
     uint64_t turn = 0;
+    if (threadIdx.x == 0)
+        call.next_at = NULL;
 #pragma unroll 1
     for (uint64_t sequence = 1;; sequence++) {
         if (threadIdx.x < 32) {
@@ -211,9 +261,14 @@ static __device__ __forceinline__ void few_resident(few_call_t &call, unsigned c
             end.rows = rows;
             end.capacity = FEW_ROWS_MOST;
         }
+        const ffn_cuda_layer_t *next = NULL;
+        if (threadIdx.x >= FEW_NEXT_FIRST && call.layer.next != FFN_CUDA_NO_LAYER)
+            next = call.command.layers + call.layer.next;
         __syncthreads(); // the rows are written, the command may be written over
         if (threadIdx.x == 32)
             command_end(end, queue, sequence);
+        if (next)
+            few_next(call, next);
         __syncwarp();
     }
     ptx_copies_wait<0>();

@@ -30,6 +30,7 @@ template <uint32_t WARPS> struct few_route_t {
     uint32_t warp_sum[WARPS];
     uint16_t pair[FEW_ROWS_MOST * FFN_CUDA_MAX_TOP_K];
     uint32_t distinct; // experts that have pairs
+    uint32_t tiles[2]; // routed, of the last part
     uint32_t last;
 };
 
@@ -67,18 +68,30 @@ static __device__ __forceinline__ void few_logits(few_route_t<WARPS> &sh, const 
     place.router = (const char *)layer->router;
     place.hidden = s.hidden;
     const float scale = PIECES > 1 ? 1.0f / piece_scale<T>() : 1.0f;
+    // So many parts' loads are under way together.
+    constexpr uint32_t ALL = (FEW_ROUTE_PARTS + WARPS - 1) / WARPS, ONCE = PIECES == 1 ? ALL : 1;
+    const uint32_t warp = threadIdx.x / 32;
 #pragma unroll 1
-    for (uint32_t part = threadIdx.x / 32; part < FEW_ROUTE_PARTS; part += WARPS) {
-        float sum[1][4] = {};
+    for (uint32_t first_part = warp; first_part < FEW_ROUTE_PARTS; first_part += ONCE * WARPS) {
+        float sum[ONCE][1][4] = {};
 #pragma unroll 1
-        for (uint32_t step = part; step * 32 < s.hidden; step += FEW_ROUTE_PARTS * 4) {
-            router_batch_t<PIECES, 1, 4> batch;
-            router_batch_load<PIECES, 1, 4>(place, step, FEW_ROUTE_PARTS, &batch);
-            router_batch_multiply<T, PIECES, 1, 4>(place, step, FEW_ROUTE_PARTS, batch, sum);
+        for (uint32_t step = 0; step * 32 < s.hidden; step += FEW_ROUTE_PARTS * 4) {
+            router_batch_t<PIECES, 1, 4> batch[ONCE];
+#pragma unroll
+            for (uint32_t n = 0; n < ONCE; n++)
+                router_batch_load<PIECES, 1, 4>(place, step + first_part + n * WARPS,
+                                                FEW_ROUTE_PARTS, &batch[n]);
+#pragma unroll
+            for (uint32_t n = 0; n < ONCE; n++)
+                router_batch_multiply<T, PIECES, 1, 4>(place, step + first_part + n * WARPS,
+                                                       FEW_ROUTE_PARTS, batch[n], sum[n]);
         }
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++)
-            sh.part[part][i * 32 + l] = sum[0][i] * scale;
+        for (uint32_t n = 0; n < ONCE; n++)
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++)
+                if (first_part + n * WARPS < FEW_ROUTE_PARTS)
+                    sh.part[first_part + n * WARPS][i * 32 + l] = sum[n][0][i] * scale;
     }
     __syncthreads();
     const uint32_t i = threadIdx.x / 32;
@@ -106,18 +119,20 @@ static __device__ __forceinline__ void few_choose_row(const ffn_cuda_signature_t
     route_held<HELD>(s, score, scratch, bias, expert_out, weight_out);
 }
 
-// One block, after the logits of these rows: chooses, a warp for a row.
+// One block, after the logits of these rows: chooses, a warp for a row; for rows `share`, `share` + `shares`
+// and so on of the group.
 template <uint32_t WARPS>
 static __device__ __forceinline__ void few_choose(few_route_t<WARPS> &sh, const ffn_cuda_lane_t *lane,
                                                   const float *bias, uint32_t first, uint32_t rows,
-                                                  const float *logits)
+                                                  const float *logits, uint32_t share, uint32_t shares)
 {
     const ffn_cuda_signature_t &s = sh.signature;
     const uint32_t l = threadIdx.x % 32;
     uint32_t *const chosen = lane->workspace.chosen;
     float *const weights = lane->workspace.weights;
 #pragma unroll 1
-    for (uint32_t of = threadIdx.x / 32; of < FEW_ROUTE_ROWS && first + of < rows; of += WARPS) {
+    for (uint32_t of = threadIdx.x / 32 * shares + share; of < FEW_ROUTE_ROWS && first + of < rows;
+         of += WARPS * shares) {
         const uint32_t row = first + of;
         const float *of_row = logits + (uint64_t)row * s.experts;
         uint32_t expert, rank = 0;
@@ -209,25 +224,24 @@ static __device__ __forceinline__ void few_plan(few_route_t<WARPS> &sh, const ff
         w.tiles[routed + thread] = {s.experts, thread * FEW_TILE_ROWS,
                                     min(FEW_TILE_ROWS, rows - thread * FEW_TILE_ROWS), 0};
     if (thread == 0) {
-        w.tile_count[0] = routed;
-        w.tile_count[1] = last;
+        w.tile_count[0] = sh.tiles[0] = routed;
+        w.tile_count[1] = sh.tiles[1] = last;
         ffn_cuda_usage_execution(layer->usage, rows, sh.distinct);
     }
 }
 
-// One of the router's units, 16 experts by 8 rows; of `groups` of rows. The last block of some rows chooses
-// for them. True: all rows have chosen, and this block is the last; it sees what the others wrote. The logits
-// lie where down will write: nobody needs that yet.
+// One of the router's units: the logits of 16 experts for 8 rows. They lie where down will write: nobody
+// needs that yet.
 template <uint32_t WARPS>
-static __device__ __forceinline__ bool few_unit(few_route_t<WARPS> &sh, const ffn_cuda_lane_t *lane,
-                                                const ffn_cuda_layer_t *layer, const void *input,
-                                                uint32_t rows, uint32_t unit, uint32_t groups)
+static __device__ __forceinline__ void few_unit_logits(few_route_t<WARPS> &sh,
+                                                       const ffn_cuda_lane_t *lane,
+                                                       const ffn_cuda_layer_t *layer,
+                                                       const void *input, uint32_t rows, uint32_t unit)
 {
     const ffn_cuda_signature_t &s = sh.signature;
-    uint64_t *const arrived = lane->workspace.arrived;
     float *const logits = lane->workspace.products;
-    const uint32_t tiles = few_parts(s.experts, FEW_ROUTE_EXPERTS), group = unit / tiles;
-    const uint32_t expert = unit % tiles * FEW_ROUTE_EXPERTS, first = group * FEW_ROUTE_ROWS;
+    const uint32_t tiles = few_parts(s.experts, FEW_ROUTE_EXPERTS);
+    const uint32_t expert = unit % tiles * FEW_ROUTE_EXPERTS, first = unit / tiles * FEW_ROUTE_ROWS;
     const bool wide = s.router_dtype == FFN_CUDA_F32;
     if (first >= rows)
         ; // a Capacity's rows that are not live
@@ -239,10 +253,6 @@ static __device__ __forceinline__ bool few_unit(few_route_t<WARPS> &sh, const ff
         few_logits<__half, 3>(sh, layer, input, expert, first, rows, logits);
     else
         few_logits<__half, 1>(sh, layer, input, expert, first, rows, logits);
-    if (!few_last(sh, arrived + 1 + group, tiles))
-        return false;
-    few_choose(sh, lane, layer->bias, first, rows, logits);
-    return few_last(sh, arrived, groups);
 }
 
 // All threads, then a barrier of the block.
@@ -254,8 +264,8 @@ static __device__ __forceinline__ void few_signature(few_route_t<WARPS> &sh,
         ((uint32_t *)&sh.signature)[threadIdx.x] = ((const uint32_t *)layer->signature)[threadIdx.x];
 }
 
-// The whole router and plan of a launch, a block a unit: rows wait for each other only once they have
-// chosen, and nobody waits for a block that has not begun.
+// The whole router and plan of a launch, a block a unit. The last block of a group of rows chooses for them,
+// the last of those plans: nobody waits for a block that has not begun.
 template <uint32_t WARPS>
 static __device__ __forceinline__ void few_route(few_route_t<WARPS> &sh, const ffn_cuda_lane_t *lane)
 {
@@ -265,7 +275,13 @@ static __device__ __forceinline__ void few_route(few_route_t<WARPS> &sh, const f
     __syncthreads();
     if (sh.signature.experts) {
         const uint32_t tiles = few_parts(sh.signature.experts, FEW_ROUTE_EXPERTS);
-        if (!few_unit(sh, lane, layer, lane->input, rows, blockIdx.x, gridDim.x / tiles))
+        const uint32_t group = blockIdx.x / tiles;
+        uint64_t *const arrived = lane->workspace.arrived;
+        few_unit_logits(sh, lane, layer, lane->input, rows, blockIdx.x);
+        if (!few_last(sh, arrived + 1 + group, tiles))
+            return;
+        few_choose(sh, lane, layer->bias, group * FEW_ROUTE_ROWS, rows, lane->workspace.products, 0, 1);
+        if (!few_last(sh, arrived, gridDim.x / tiles))
             return;
     }
     few_plan(sh, lane, layer, rows);

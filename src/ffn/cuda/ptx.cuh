@@ -69,11 +69,25 @@ static __device__ __forceinline__ void ptx_store_release_system(uint64_t *word, 
 {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+static __device__ __forceinline__ void ptx_store_release(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
 // Acquire and release at device scope; answers the value before.
 static __device__ __forceinline__ uint64_t ptx_add_acq_rel(uint64_t *word, uint64_t value)
 {
     uint64_t before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(word), "l"(value)
+                 : "memory");
+    return before;
+}
+// At device scope, in no order with others.
+static __device__ __forceinline__ uint64_t ptx_add_answered(uint64_t *word, uint64_t value)
+{
+    uint64_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(before)
                  : "l"(word), "l"(value)
                  : "memory");
@@ -88,6 +102,16 @@ static __device__ __forceinline__ void ptx_add_relaxed(uint32_t *word, uint32_t 
 {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+static __device__ __forceinline__ void ptx_add_release(uint32_t *word, uint32_t value)
+{
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+static __device__ __forceinline__ uint32_t ptx_load_acquire(const uint32_t *word)
+{
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
 static __device__ __forceinline__ uint64_t ptx_swap_if_system(uint64_t *word, uint64_t expected,
                                                               uint64_t value)
 {
@@ -97,6 +121,14 @@ static __device__ __forceinline__ uint64_t ptx_swap_if_system(uint64_t *word, ui
                  : "l"(word), "l"(expected), "l"(value)
                  : "memory");
     return before;
+}
+
+// Brings it to L2; address and size are multiples of 16 bytes.
+static __device__ __forceinline__ void ptx_prefetch(const void *address, uint32_t bytes)
+{
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
 }
 
 // 16 bytes. Unlike those of __ldg() they are read before the barriers that follow.

@@ -97,7 +97,7 @@ typedef struct ffn_cuda_tile {
     uint32_t part;
     uint32_t first; /* row of `activations` (routed pairs in expert order, then the shared rows) */
     uint32_t rows;
-    uint32_t reserved;
+    uint32_t acted; /* resident kernel of few rows: items of gate that are written; 0 at first */
 } ffn_cuda_tile_t;
 
 /* Buffers of one Lane in device memory, carved by ffn_cuda_workspace_carve(). */
@@ -112,8 +112,9 @@ typedef struct ffn_cuda_workspace {
     uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
     /* NULL, or [FFN_CUDA_TRACE_MARKS]: to each mark every block adds the nanoseconds since it saw
      * the command: its words read, logits written, all logits seen, experts known, gate and up
-     * done, all activations seen, down done, rows visible. Only for measuring; the resident
-     * kernels. */
+     * done, all activations seen, down done, rows visible. The kernel of few rows: words read,
+     * logits written, plan seen, a warp done, all its products written, everybody's seen, none,
+     * rows visible. Only for measuring; the resident kernels. */
     uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS];
     uint64_t *logits;         /* [rows][experts]: FP32 below, the Invocation's number above */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
@@ -214,13 +215,15 @@ typedef struct ffn_cuda_queue {
     ffn_cuda_command_t entries[FFN_CUDA_QUEUE_ENTRIES];
     uint64_t answered; /* commands done */
     uint64_t pad0[15];
-    /* The resident kernel of few rows: by which its blocks meet within a command. Counters that
-     * only grow: plans that are made; blocks whose activations, whose products are written. */
+    /* The resident kernel of few rows: by which its blocks meet within a command.
+     * planned: the latest plan's command, counted from 1 on over those with rows, above its tiles:
+     * of the last part in 8 bits, of routed pairs in 16. multiplied: blocks whose products are
+     * written, over all commands. */
     uint64_t planned;
     uint64_t pad2[15];
-    uint64_t acted;
-    uint64_t pad3[15];
     uint64_t multiplied;
+    uint64_t pad3[15];
+    uint64_t taken; /* items of the command's products, after each warp's first; 0 before it */
     uint64_t pad4[15];
     uint32_t stop; /* not 0: leave without a command (failure, shutdown) */
     uint32_t pad1[29];

@@ -51,13 +51,18 @@ static inline uint64_t emulated_add(uint64_t *word, uint64_t value)
     emulated_yield(false);
     return before;
 }
-#define ptx_load_acquire         emulated_load
 #define ptx_load_relaxed         emulated_load
 #define ptx_load_acquire_system  emulated_load
 #define ptx_store_relaxed        emulated_store
+#define ptx_store_release        emulated_store
 #define ptx_store_relaxed_system emulated_store
 #define ptx_store_release_system emulated_store
 #define ptx_add_acq_rel          emulated_add
+#define ptx_add_answered         emulated_add
+static inline uint64_t ptx_load_acquire(const uint64_t *word)
+{
+    return emulated_load(word);
+}
 static inline uint32_t ptx_load_relaxed_system(const uint32_t *word)
 {
     emulated_look(word, 4);
@@ -67,6 +72,23 @@ static inline uint32_t ptx_load_relaxed_system(const uint32_t *word)
 static inline void ptx_add_release(uint64_t *word, uint64_t value)
 {
     emulated_add(word, value);
+}
+static inline void ptx_add_release(uint32_t *word, uint32_t value)
+{
+    emulated_look(word, 4);
+    *word += value;
+    emulated_yield(false);
+}
+static inline uint32_t ptx_load_acquire(const uint32_t *word)
+{
+    emulated_look(word, 4);
+    emulated_yield(true);
+    return *word;
+}
+static inline void ptx_prefetch(const void *address, uint32_t bytes)
+{
+    EMULATED_CHECK((uintptr_t)address % 16 == 0 && bytes % 16 == 0, "a prefetch that is not aligned");
+    emulated_look(address, bytes);
 }
 static inline void ptx_add_relaxed(uint32_t *word, uint32_t value)
 {
