@@ -17,10 +17,9 @@
 #define FFN_CUDA_CAPABILITY 90 /* compute capability 9.0; no other device runs them */
 
 enum {
-    FFN_KERNEL_BULK_BEGIN = 0,
-    FFN_KERNEL_BULK_ROUTE,
+    FFN_KERNEL_BULK_ROUTE = 0,
+    FFN_KERNEL_BULK_ROUTE_MANY,
     FFN_KERNEL_BULK_PLAN,
-    FFN_KERNEL_BULK_PLACE,
     FFN_KERNEL_BULK_REDUCE,
     FFN_KERNEL_REDUCE,
     FFN_KERNEL_ACTIVATE,
@@ -39,7 +38,8 @@ typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
     cuda_module_t decode, bulk, grouped, few;
     cuda_function_t function[FFN_KERNEL_COUNT];
-    uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
+    ffn_cuda_map_t map; /* the form of all maps of the grouped products */
+    uint32_t blocks;    /* of the cooperative and persistent grids: one a multiprocessor */
 } ffn_cuda_kernels_t;
 
 /* Loads all kernels and checks that the decode grid fits. XP_UNSUPPORTED: not a device of compute
