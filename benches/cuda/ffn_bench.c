@@ -421,18 +421,16 @@ static void bench_dense_prefill(ffn_kit_t *kit)
 static double router_us(ffn_kit_t *kit, const ffn_cuda_signature_t *s, bench_lanes_t *l,
                         uint32_t rows)
 {
-    const bool many = rows > kit->kernels.blocks * BULK_ROUTE_FEW;
-    const uint32_t each = many ? BULK_ROUTE_MANY : BULK_ROUTE_FEW;
+    const uint32_t size = ffn_cuda_route_size(&kit->kernels, rows), each = BULK_ROUTE_ROWS(size);
     double times[REPEATS];
     for (uint32_t i = 0; i < REPEATS + 2; i++) {
         bench_begin(kit);
         for (uint32_t layer = 0; layer < l->count; layer++) {
             void *parameters[] = {&l->at[layer]};
-            CHECK_OK(CUDA_CALL(
-                kit->device.driver, cuLaunchKernel,
-                kit->kernels.function[many ? FFN_KERNEL_BULK_ROUTE_MANY : FFN_KERNEL_BULK_ROUTE],
-                (rows + each - 1) / each, 1, 1, BULK_ROUTE_THREADS, 1, 1,
-                BULK_ROUTE_BYTES(each, s->experts), kit->stream, parameters, NULL));
+            CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel,
+                               kit->kernels.function[FFN_KERNEL_BULK_ROUTE + size],
+                               (rows + each - 1) / each, 1, 1, BULK_ROUTE_THREADS, 1, 1,
+                               BULK_ROUTE_BYTES(size, s->experts), kit->stream, parameters, NULL));
         }
         times[i < 2 ? 0 : i - 2] = bench_end_us(kit) / l->count;
     }

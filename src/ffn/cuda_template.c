@@ -22,8 +22,8 @@
 #define TEMPLATE_BLOCKS      2u                   /* a multiprocessor, at most */
 
 /* Whether that Capacity is ffn_cuda_few()'s. Beside the grouped products (H200) layers of experts
- * take 0.68 of the time at 1 row, 0.86 at 4, as much at 8 and 1.06 from 16 rows on; dense ones 0.86
- * at 8 rows and 1.03 at 16. */
+ * take 0.68 of the time at 1 row, 0.89 at 4, 1.03 at 8 and 1.06 to 1.11 from 16 rows on; dense ones
+ * 0.86 at 8 rows and 1.02 at 16. */
 static bool template_few(const cuda_template_t *template, uint32_t capacity)
 {
     return capacity == 0 && template->capacity[0] <= ffn_cuda_few_rows(&template->signature);

@@ -45,7 +45,7 @@ static __device__ __forceinline__ void route_logits(const ffn_cuda_lane_t *lane,
     constexpr uint32_t PAIRS = BULK_ROUTE_THREADS / 64;
     const uint32_t warp = threadIdx.x / 32, l = threadIdx.x % 32, g = l / 4, t = l % 4;
     const uint32_t second = warp / PAIRS, steps = (s.hidden + 31) / 32;
-    const uint32_t half = (steps / 2 + 3) / 4 * 4; // a multiple of every batch
+    const uint32_t half = (steps / 2 + 7) / 8 * 8; // a multiple of every batch
     const uint32_t begin = second ? half : 0, end = second ? steps : min(half, steps);
     const bool wide = s.router_dtype == FFN_CUDA_F32;
     const float scale = wide ? 1.0f / piece_scale<T>() : 1.0f;
@@ -122,15 +122,20 @@ template <int EIGHTS> static __device__ __forceinline__ void route_block(const f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BULK_ROUTE_THREADS, 1) ffn_bulk_route(
+extern "C" __global__ void __launch_bounds__(BULK_ROUTE_THREADS, 1) ffn_bulk_route_8(
     const ffn_cuda_lane_t *lane)
 {
-    route_block<BULK_ROUTE_FEW / 8>(lane);
+    route_block<1>(lane);
 }
-extern "C" __global__ void __launch_bounds__(BULK_ROUTE_THREADS, 1) ffn_bulk_route_many(
+extern "C" __global__ void __launch_bounds__(BULK_ROUTE_THREADS, 1) ffn_bulk_route_16(
     const ffn_cuda_lane_t *lane)
 {
-    route_block<BULK_ROUTE_MANY / 8>(lane);
+    route_block<2>(lane);
+}
+extern "C" __global__ void __launch_bounds__(BULK_ROUTE_THREADS, 1) ffn_bulk_route_32(
+    const ffn_cuda_lane_t *lane)
+{
+    route_block<4>(lane);
 }
 
 // Inclusive sum over the block, one value a thread; `total` is that of all.

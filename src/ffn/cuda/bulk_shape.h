@@ -10,11 +10,11 @@
 #define BULK_PLAN_MAP_BLOCKS(experts)                                                              \
     ((FFN_CUDA_MAPS(experts) + BULK_PLAN_THREADS / 32 - 1) / (BULK_PLAN_THREADS / 32))
 #define BULK_ROUTE_THREADS 512u
-/* Rows of one router block, whose logits fill shared memory; many where a grid of the few would not
- * fit at once. */
-#define BULK_ROUTE_FEW                  16u
-#define BULK_ROUTE_MANY                 32u
-#define BULK_ROUTE_BYTES(rows, experts) ((rows) * (experts)*4u)
+/* Rows of one router block, whose logits fill shared memory: 8, 16 or 32, so many that the grid
+ * fits at once where it can. */
+#define BULK_ROUTE_SIZES                3u
+#define BULK_ROUTE_ROWS(size)           (8u << (size))
+#define BULK_ROUTE_BYTES(size, experts) (BULK_ROUTE_ROWS(size) * (experts)*4u)
 
 #define GROUPED_THREADS 384u /* one warp group that copies, two that compute */
 #define GROUPED_ROWS    128u /* FFN_CUDA_TILE_ROWS */

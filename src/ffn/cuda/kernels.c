@@ -15,12 +15,15 @@ CUDA_IMAGE_DECLARE(ffn_bulk);
 CUDA_IMAGE_DECLARE(ffn_grouped);
 CUDA_IMAGE_DECLARE(ffn_few);
 
+_Static_assert(FFN_KERNEL_BULK_PLAN == FFN_KERNEL_BULK_ROUTE + BULK_ROUTE_SIZES, "routers");
+
 #define KERNELS_ALIGNMENT  256u
 #define KERNELS_SHARE_MOST 1.11 /* times the equal share */
 
 static const char *const kernels_names[FFN_KERNEL_COUNT] = {
-    [FFN_KERNEL_BULK_ROUTE] = "ffn_bulk_route",
-    [FFN_KERNEL_BULK_ROUTE_MANY] = "ffn_bulk_route_many",
+    [FFN_KERNEL_BULK_ROUTE] = "ffn_bulk_route_8",
+    [FFN_KERNEL_BULK_ROUTE + 1] = "ffn_bulk_route_16",
+    [FFN_KERNEL_BULK_ROUTE + 2] = "ffn_bulk_route_32",
     [FFN_KERNEL_BULK_PLAN] = "ffn_bulk_plan",
     [FFN_KERNEL_BULK_REDUCE] = "ffn_bulk_reduce",
     [FFN_KERNEL_REDUCE] = "ffn_reduce",
@@ -73,10 +76,9 @@ static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
                        "%s takes %d registers a thread; with more than %u nobody else's kernels "
                        "would start beside it",
                        kernels_names[FFN_KERNEL_DECODE], registers, DECODE_MOST_REGISTERS);
-    XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE,
-                          BULK_ROUTE_BYTES(BULK_ROUTE_FEW, FFN_CUDA_MAX_EXPERTS)));
-    XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE_MANY,
-                          BULK_ROUTE_BYTES(BULK_ROUTE_MANY, FFN_CUDA_MAX_EXPERTS)));
+    for (uint32_t i = 0; i < BULK_ROUTE_SIZES; i++)
+        XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE + i,
+                              BULK_ROUTE_BYTES(i, FFN_CUDA_MAX_EXPERTS)));
     XP_TRY(kernels_map(device, &kernels->map));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
         XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
@@ -362,6 +364,15 @@ static uint32_t kernels_blocks(const ffn_cuda_kernels_t *kernels, uint32_t block
     return blocks == 0 || blocks > kernels->blocks ? kernels->blocks : blocks;
 }
 
+uint32_t ffn_cuda_route_size(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows)
+{
+    uint32_t size = 0;
+    while (size + 1 < BULK_ROUTE_SIZES &&
+           kernels_parts(capacity_rows, BULK_ROUTE_ROWS(size)) > kernels->blocks)
+        size++;
+    return size;
+}
+
 xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
                                   const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
                                   uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
@@ -372,14 +383,13 @@ xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
     const uint64_t macs = kernels_width(signature) * signature->hidden * capacity_rows;
     kernels_sequence_t sequence = {.kernels = kernels, .stream = stream, .watch = watch};
     void *parameters[] = {&lane};
-    const bool many = capacity_rows > kernels->blocks * BULK_ROUTE_FEW;
-    const uint32_t route_rows = many ? BULK_ROUTE_MANY : BULK_ROUTE_FEW;
+    const uint32_t size = ffn_cuda_route_size(kernels, capacity_rows);
     void *plan[] = {&lane, (void *)&kernels->map};
     blocks = kernels_blocks(kernels, blocks);
     if (pairs)
-        kernels_next(&sequence, "router", many ? FFN_KERNEL_BULK_ROUTE_MANY : FFN_KERNEL_BULK_ROUTE,
-                     kernels_parts(capacity_rows, route_rows), BULK_ROUTE_THREADS,
-                     BULK_ROUTE_BYTES(route_rows, signature->experts), parameters);
+        kernels_next(&sequence, "router", FFN_KERNEL_BULK_ROUTE + size,
+                     kernels_parts(capacity_rows, BULK_ROUTE_ROWS(size)), BULK_ROUTE_THREADS,
+                     BULK_ROUTE_BYTES(size, signature->experts), parameters);
     kernels_next(&sequence, "plan", FFN_KERNEL_BULK_PLAN,
                  1 + kernels_parts(pairs, BULK_PLAN_THREADS) +
                      BULK_PLAN_MAP_BLOCKS(signature->experts),
