@@ -12,6 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ffn/cuda/bulk_shape.h"
 #include "ffn_bench.h"
 #include "samples.h"
 
@@ -410,6 +411,29 @@ static void bench_dense_prefill(ffn_kit_t *kit)
     ffn_kit_model_free(kit, &m);
 }
 
+/* The router's launch alone, a layer. It counts pairs too, which nobody reads here: back to zero.
+ */
+static double router_us(ffn_kit_t *kit, const ffn_cuda_signature_t *s, bench_lanes_t *l,
+                        uint32_t rows)
+{
+    const uint32_t size = ffn_cuda_route_size(&kit->kernels, rows), each = BULK_ROUTE_ROWS(size);
+    double times[REPEATS];
+    for (uint32_t i = 0; i < REPEATS + 2; i++) {
+        bench_begin(kit);
+        for (uint32_t layer = 0; layer < l->count; layer++) {
+            void *parameters[] = {&l->at[layer]};
+            CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel,
+                               kit->kernels.function[FFN_KERNEL_BULK_ROUTE + size],
+                               (rows + each - 1) / each, 1, 1, BULK_ROUTE_THREADS, 1, 1,
+                               BULK_ROUTE_BYTES(size, s->experts), kit->stream, parameters, NULL));
+        }
+        times[i < 2 ? 0 : i - 2] = bench_end_us(kit) / l->count;
+    }
+    ffn_kit_set(kit, (cuda_address_t)(uintptr_t)l->lane[0].workspace.counts, 0,
+                s->experts * sizeof(uint32_t));
+    return bench_median(times, REPEATS);
+}
+
 static void bench_moe_prefill(ffn_kit_t *kit)
 {
     static const uint32_t counts[] = {512, 2048, 4096, 8192};
@@ -434,6 +458,9 @@ static void bench_moe_prefill(ffn_kit_t *kit)
         snprintf(note, sizeof(note), "whole layer, router included, %.0f TFLOP/s",
                  flops / us / 1e6);
         bench_row(metric, us, "us", NAN, NAN, NULL, note);
+        snprintf(metric, sizeof(metric), "ffn.moe.prefill%u.router_us", counts[c]);
+        bench_row(metric, router_us(kit, &s, &l, counts[c]), "us", NAN, NAN, NULL,
+                  "of it: the router's launch, by itself");
     }
     bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);

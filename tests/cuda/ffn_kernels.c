@@ -241,6 +241,7 @@ static uint32_t shapes_make(shape_t *shapes)
     n++;
     shapes[n] = (shape_t){moe(256, 128, 512, 22), false};
     n++;
+    shapes[n++] = (shape_t){moe(512, 1280, 64, 8), false}; /* bulk: more launches than one */
     return n;
 }
 
@@ -392,6 +393,41 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t whi
     ffn_kit_free(kit, queue);
 }
 
+/* A row gives the same bits among others as beside two of them, and with other blocks and
+ * Capacities. */
+typedef xp_status_t (*layer_call_t)(const ffn_cuda_kernels_t *, const ffn_cuda_signature_t *,
+                                    uint32_t, uint32_t, cuda_address_t, cuda_stream_t);
+static void test_alone(ffn_kit_t *kit, const ffn_kit_model_t *m, test_lane_t *l,
+                       layer_call_t compute, uint32_t most, const char *what)
+{
+    const uint32_t hidden = m->signature.hidden;
+    uint16_t *all = malloc((size_t)hidden * 2 * most), *some = malloc((size_t)hidden * 2 * 3);
+    CHECK(all && some);
+    lane_set(kit, m, l, 0, most, false, 899);
+    CHECK_OK(compute(&kit->kernels, &m->signature, most, 0, l->at, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    ffn_kit_read(kit, l->output, all, (uint64_t)hidden * 2 * most);
+    for (uint32_t row = 0; row + 3 <= most; row += most / 4 + 13) {
+        l->lane.input = (void *)(uintptr_t)(l->input + (uint64_t)row * hidden * 2);
+        l->lane.rows = 3;
+        ffn_kit_write(kit, l->at, &l->lane, sizeof(l->lane));
+        CHECK_OK(
+            compute(&kit->kernels, &m->signature, 3 + row % 30, 7 + row % 90, l->at, kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        ffn_kit_read(kit, l->output, some, hidden * 2 * 3);
+        cases++;
+        if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
+            printf("failed: %s: hidden %u width %u experts %u: rows from %u alone have other "
+                   "bits\n",
+                   what, hidden, m->signature.intermediate, m->signature.experts, row);
+            failed++;
+        }
+    }
+    l->lane.input = (void *)(uintptr_t)l->input;
+    free(some);
+    free(all);
+}
+
 /* ---- bulk
  * ---------------------------------------------------------------------------------------- */
 static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
@@ -410,6 +446,7 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
         ffn_kit_wait(kit, kit->stream);
         lane_compare(kit, m, &l, 4, "bulk");
     }
+    test_alone(kit, m, &l, ffn_cuda_bulk, most, "bulk");
     lane_free(kit, &l);
 }
 
@@ -417,15 +454,12 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
 static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
     static const uint32_t counts[] = {0, 1, 8, 17, 24, 32, 33, 48, 64};
-    const uint32_t hidden = m->signature.hidden;
     const uint32_t most = small ? 33 : ffn_cuda_few_rows(&m->signature);
     const char *what = "few rows";
     test_lane_t l;
     if (ffn_cuda_few_rows(&m->signature) == 0)
         return;
     lane_make(kit, m, most, most, &l);
-    uint16_t *all = malloc(hidden * 2 * most), *some = malloc(hidden * 2 * 3);
-    CHECK(all && some);
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]) && counts[i] <= most; i++) {
         lane_set(kit, m, &l, i % m->layers, counts[i], i % 2, 800 + i);
         CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, i % 3 ? most : counts[i], i % 4 * 11,
@@ -433,25 +467,7 @@ static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
         ffn_kit_wait(kit, kit->stream);
         lane_compare(kit, m, &l, 4, what);
     }
-    /* A row gives the same bits among others, and with other blocks. */
-    lane_set(kit, m, &l, 0, most, false, 899);
-    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most, 0, l.at, kit->stream));
-    ffn_kit_wait(kit, kit->stream);
-    ffn_kit_read(kit, l.output, all, hidden * 2 * most);
-    for (uint32_t row = 0; row + 3 <= most; row += 29) {
-        l.lane.input = (void *)(uintptr_t)(l.input + (uint64_t)row * hidden * 2);
-        l.lane.rows = 3;
-        ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
-        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most / 2, 7 + row, l.at, kit->stream));
-        ffn_kit_wait(kit, kit->stream);
-        ffn_kit_read(kit, l.output, some, hidden * 2 * 3);
-        if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
-            printf("failed: %s: hidden %u width %u experts %u: rows from %u alone have other "
-                   "bits\n",
-                   what, hidden, m->signature.intermediate, m->signature.experts, row);
-            failed++;
-        }
-    }
+    test_alone(kit, m, &l, ffn_cuda_few, most, what);
     /* Captured once, fired for other layers and rows; two layers a graph, one after the other. */
     cuda_graph_exec_t graph;
     l.lane.input = (void *)(uintptr_t)l.input;
@@ -467,8 +483,6 @@ static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
         lane_compare(kit, m, &l, 2, what);
     }
     cuda_graph_destroy(&kit->device, graph);
-    free(some);
-    free(all);
     lane_free(kit, &l);
 }
 

@@ -142,6 +142,13 @@ static __device__ __forceinline__ uint4 ptx_load(const void *address)
     return v;
 }
 
+static __device__ __forceinline__ uint32_t ptx_load_word(const void *address)
+{
+    uint32_t v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+
 // ---- loads of data that other blocks or kernels write while this kernel runs: past L1 ------------
 static __device__ __forceinline__ uint4 ptx_load_l2(const void *address)
 {
@@ -314,9 +321,50 @@ static __device__ __forceinline__ void ptx_bulk_load_stream(uint32_t to, const v
                  "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                  : "memory");
 }
+// Of a tensor map of two dimensions: the box that begins at element x of row y, zeros past its ends.
+static __device__ __forceinline__ void ptx_map_load(uint32_t to, const void *map, uint32_t x, uint32_t y,
+                                                    uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y)
+                 : "memory");
+}
+// Before the first load by a map that an earlier kernel has written.
+static __device__ __forceinline__ void ptx_map_acquire(const void *map)
+{
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
 static __device__ __forceinline__ void ptx_fence_proxy_shared()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Of a map in shared memory: `rows` rows of `along` elements of 16 bits, one after the other.
+static __device__ __forceinline__ void ptx_map_replace(uint32_t map, const void *from, uint32_t along,
+                                                       uint32_t rows)
+{
+    asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(map),
+                 "l"(from)
+                 : "memory");
+    asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" ::"r"(map),
+                 "r"(along)
+                 : "memory");
+    asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" ::"r"(map),
+                 "r"(rows)
+                 : "memory");
+    asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;" ::"r"(map),
+                 "l"((uint64_t)along * 2)
+                 : "memory");
+}
+// A warp: from shared memory to where later kernels load by it.
+static __device__ __forceinline__ void ptx_map_publish(void *to, uint32_t map)
+{
+    asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+                 "[%0], [%1], 128;" ::"l"(to),
+                 "r"(map)
+                 : "memory");
 }
 #endif
 #endif

@@ -100,6 +100,14 @@ typedef struct ffn_cuda_tile {
     uint32_t acted; /* resident kernel of few rows: items of gate that are written; 0 at first */
 } ffn_cuda_tile_t;
 
+/* A tensor map, as the driver encodes it. */
+typedef struct ffn_cuda_map {
+    uint64_t words[16];
+} ffn_cuda_map_t;
+/* Of a layer: gate, up and down of each expert and of the part behind them; activations of routed
+ * pairs, and of that part. */
+#define FFN_CUDA_MAPS(experts) (((experts) + 1) * 3 + 2)
+
 /* Buffers of one Lane in device memory, carved by ffn_cuda_workspace_carve(). */
 typedef struct ffn_cuda_workspace {
     ffn_cuda_meeting_t *meeting;
@@ -121,19 +129,20 @@ typedef struct ffn_cuda_workspace {
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
     /* bulk: at most bulk_rows rows */
     uint32_t bulk_rows, max_tiles;
-    uint32_t *counts;     /* [experts] pairs of each expert */
-    uint32_t *offsets;    /* [experts + 1] first pair of each expert */
-    uint32_t *filled;     /* [experts] pairs placed so far */
+    uint32_t *counts;     /* [experts] pairs of each expert; 0 between Invocations */
     uint32_t *tile_count; /* [2]: tiles of routed pairs, tiles of the shared part */
     uint64_t *arrived;    /* [FEW_ROUTE_ARRIVED]: of ffn_few_route(), 0 between launches: groups of
                              rows that have chosen; blocks of each group */
     uint32_t *chosen;     /* [rows][top_k] experts, ascending */
     float *weights;       /* [rows][top_k] in that order */
-    uint32_t *pair_at;    /* [rows][top_k] position of that pair in expert order */
-    uint32_t *row_ids;    /* [pairs] row of the pair at that position */
+    uint32_t *pair_at; /* [rows][top_k] position of that pair in expert order; until it is planned,
+                          inside its expert */
+    uint32_t *row_ids; /* [pairs] row of the pair at that position */
     ffn_cuda_tile_t *tiles;
-    void *activations; /* routed [pairs][intermediate], then shared [rows][shared]; 16-bit */
-    float *products;   /* [pairs + rows][hidden] */
+    uint32_t *taken;      /* [2]: pieces of work of gate, of down */
+    ffn_cuda_map_t *maps; /* [FFN_CUDA_MAPS(experts)] */
+    void *activations;    /* routed [pairs][intermediate], then shared [rows][shared]; 16-bit */
+    float *products;      /* [pairs + rows][hidden] */
 } ffn_cuda_workspace_t;
 
 /* An Executor Lane on this device. */

@@ -325,10 +325,10 @@ static bool fake_busy(cuda_stream_t stream)
 
 static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_decode", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_bulk_begin", fake_run_nothing, {8}},
-    {"ffn_bulk_route", fake_run_nothing, {8}},
-    {"ffn_bulk_plan", fake_run_nothing, {8}},
-    {"ffn_bulk_place", fake_run_nothing, {8}},
+    {"ffn_bulk_route_8", fake_run_nothing, {8}},
+    {"ffn_bulk_route_16", fake_run_nothing, {8}},
+    {"ffn_bulk_route_32", fake_run_nothing, {8}},
+    {"ffn_bulk_plan", fake_run_nothing, {8, sizeof(ffn_cuda_map_t)}},
     {"ffn_bulk_reduce", fake_run_bulk_reduce, {8}},
     {"ffn_reduce", fake_run_nothing, {8}},
     {"ffn_activate", fake_run_nothing, {8, 8, 8, 4, 4}},
