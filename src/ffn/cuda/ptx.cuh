@@ -69,6 +69,21 @@ static __device__ __forceinline__ void ptx_store_release_system(uint64_t *word, 
 {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+// Orders what this thread and, by barriers, its block have read and written, at system scope.
+static __device__ __forceinline__ void ptx_fence_system()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+// Without order; answers the value before.
+static __device__ __forceinline__ uint64_t ptx_add_answered(uint64_t *word, uint64_t value)
+{
+    uint64_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(word), "l"(value)
+                 : "memory");
+    return before;
+}
 // Acquire and release at device scope; answers the value before.
 static __device__ __forceinline__ uint64_t ptx_add_acq_rel(uint64_t *word, uint64_t value)
 {

@@ -58,6 +58,11 @@ static inline uint64_t emulated_add(uint64_t *word, uint64_t value)
 #define ptx_store_relaxed_system emulated_store
 #define ptx_store_release_system emulated_store
 #define ptx_add_acq_rel          emulated_add
+#define ptx_add_answered         emulated_add
+static inline void ptx_fence_system()
+{
+    __threadfence_system();
+}
 static inline uint32_t ptx_load_relaxed_system(const uint32_t *word)
 {
     emulated_look(word, 4);
