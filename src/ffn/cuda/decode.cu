@@ -195,7 +195,8 @@ static __device__ __forceinline__ void dense_gate_end(decode_state_t &sh, uint32
 
 // The same of a layer of experts. Meanwhile down is prepared, and the coming layer is described if that
 // was not done while the kernel waited for the command.
-static __device__ __forceinline__ void experts_gate_end(decode_state_t &sh, uint32_t began)
+static __device__ __forceinline__ void experts_gate_end(decode_state_t &sh, uint32_t began,
+                                                        const decode_cursor_t &cursor)
 {
     decode_call_t &call = sh.call;
     __syncthreads(); // all threads' values before the arrival
@@ -203,6 +204,7 @@ static __device__ __forceinline__ void experts_gate_end(decode_state_t &sh, uint
         gate_arrive(call, began);
     else if (threadIdx.x / 32 == DECODE_WARPS - 1 && sh.look_ahead)
         next_fetch(sh, call.command.layers);
+    pairs_prefetch(cursor);
     pairs_prepare(sh);
     __syncwarp();
     if (threadIdx.x == 0)
@@ -238,7 +240,7 @@ static __device__ __forceinline__ void layer_phases(decode_shared_t &shared, dec
         uint32_t began = (uint32_t)clock64();
         phase_run<T, NB, true>(shared, false, gate, down, &role->cursor, &role->slot, &role->buffer,
                                role->policy);
-        experts_gate_end(sh, began);
+        experts_gate_end(sh, began, role->cursor);
         began = (uint32_t)clock64();
         pairs_run<T>(shared, &role->cursor, &role->slot, role->policy);
         down_end(sh, began);

@@ -155,6 +155,12 @@ static __device__ __forceinline__ uint4 ptx_load_l2_if(const void *address, bool
     return v;
 }
 
+// Asks for a line to come into L2.
+static __device__ __forceinline__ void ptx_prefetch(const void *address)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // ---- copies of 16 bytes to shared memory that a thread waits for in groups, since sm_80 ----------
 // bytes: 16, or 0 for zeros (nothing is read then).
 static __device__ __forceinline__ void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t bytes,

@@ -106,6 +106,11 @@ static inline uint4 ptx_load(const void *address)
     return ptx_load_l2_if(address, true);
 }
 
+static inline void ptx_prefetch(const void *address)
+{
+    emulated_look(address, 16);
+}
+
 // ---- copies --------------------------------------------------------------------------------------
 static inline void emulated_arrive(const emulated_copy_t &copy)
 {
