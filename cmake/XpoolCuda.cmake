@@ -8,7 +8,7 @@
 #
 #   xpool_cuda_images(TARGET PREFIX SOURCE...)   images `cuda_image_<PREFIX>_<file name>` into TARGET
 #   xpool_cuda_module(MODULE)                    the convention above, for library xpool_<MODULE>
-#   target cuda-resources                        registers and shared memory of every kernel
+#   target cuda-resources                        registers, shared memory and spills of every kernel
 set(XPOOL_CUDA AUTO CACHE STRING "AUTO (where nvcc is), ON (nvcc is required) or OFF")
 set(XPOOL_CUDA_ARCHITECTURES "80;90a;100" CACHE STRING "Real architectures to build kernels for")
 set(XPOOL_CUDA_MINIMUM 13.0)
@@ -39,7 +39,7 @@ set(XPOOL_NVCC_FLAGS -std=c++17 -O3 -lineinfo --Werror all-warnings -Xcompiler -
 foreach(architecture ${XPOOL_CUDA_ARCHITECTURES})
   list(APPEND XPOOL_NVCC_FLAGS -gencode arch=compute_${architecture},code=sm_${architecture})
 endforeach()
-set_property(GLOBAL PROPERTY XPOOL_CUDA_SOURCES "")
+set_property(GLOBAL PROPERTY XPOOL_CUDA_REPORTS "")
 
 # Embeds a fatbin, or an empty image where `fatbin` is "".
 function(xpool_cuda_carrier target image fatbin)
@@ -70,10 +70,13 @@ function(xpool_cuda_images target prefix)
       add_custom_command(
         OUTPUT ${fatbin}
         COMMAND ${CMAKE_COMMAND} -E make_directory ${folder}
-        COMMAND ${XPOOL_NVCC} ${XPOOL_NVCC_FLAGS} -fatbin -MD -MF ${fatbin}.d -MT ${fatbin}
+        COMMAND ${CMAKE_SOURCE_DIR}/cmake/nvcc_report.sh ${folder}/${image}.resources
+                ${XPOOL_NVCC} ${XPOOL_NVCC_FLAGS} -fatbin -MD -MF ${fatbin}.d -MT ${fatbin}
                 -o ${fatbin} ${source}
-        DEPENDS ${source} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${image}")
-      set_property(GLOBAL APPEND PROPERTY XPOOL_CUDA_SOURCES ${source})
+        BYPRODUCTS ${folder}/${image}.resources
+        DEPENDS ${source} ${CMAKE_SOURCE_DIR}/cmake/nvcc_report.sh DEPFILE ${fatbin}.d
+        VERBATIM COMMENT "nvcc ${image}")
+      set_property(GLOBAL APPEND PROPERTY XPOOL_CUDA_REPORTS ${folder}/${image}.resources)
     endif()
     xpool_cuda_carrier(${target} ${image} "${fatbin}")
   endforeach()
@@ -89,16 +92,11 @@ function(xpool_cuda_module module)
   xpool_cuda_images(xpool_${module} ${module} ${device})
 endfunction()
 
-# After all modules: what each of their kernels takes, as the compiler says it.
+# After all modules: what each of their kernels takes, as the compiler said it.
 function(xpool_cuda_report)
-  get_property(sources GLOBAL PROPERTY XPOOL_CUDA_SOURCES)
-  if(sources)
-    set(commands)
-    foreach(source ${sources})
-      list(APPEND commands COMMAND ${CMAKE_COMMAND} -E echo ${source}
-           COMMAND ${XPOOL_NVCC} ${XPOOL_NVCC_FLAGS} --resource-usage -fatbin
-                   -o ${CMAKE_BINARY_DIR}/cuda/resources.tmp ${source})
-    endforeach()
-    add_custom_target(cuda-resources ${commands} VERBATIM)
+  get_property(reports GLOBAL PROPERTY XPOOL_CUDA_REPORTS)
+  if(reports)
+    add_custom_target(cuda-resources COMMAND ${CMAKE_SOURCE_DIR}/tests/cuda/resources ${reports}
+                      DEPENDS ${reports} VERBATIM)
   endif()
 endfunction()

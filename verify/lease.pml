@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * The resident kernel's lease: ffn/cuda/dispatch.h (scheduler), ffn/cuda_serve.c (host thread) and
- * command_wait of ffn/cuda/decode.cu (each block of the kernel).
+ * command_wait of ffn/cuda/command.cuh (each block of a resident kernel).
  *
  * The scheduler has an Invocation in each of two Lanes, each for the resident kernel or, by its own
- * choice, for the host. The host offers the lease when it has nothing to do, launches the kernel
+ * choice, for the host: so it chooses for what the kernel of this lease does not take. The host offers the lease when it has nothing to do, launches the kernel
  * when the offer was seen and what it fired meanwhile has ended, gives the lease up when it is asked for something, and may fail at any time: then it only stops the kernel. Blocks meet within
  * a command. Claims: each Invocation is executed once, by all blocks or by the host and never
  * beside the kernel; no command is lost between two leases; the kernel always leaves; nobody waits

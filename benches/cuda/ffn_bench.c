@@ -12,6 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ffn/cuda/bulk_shape.h"
 #include "ffn_bench.h"
 #include "samples.h"
 
@@ -200,15 +201,8 @@ static double decode_graph_us(ffn_kit_t *kit, bench_lanes_t *l)
     return bench_median(times, REPEATS);
 }
 
-/* Median and P99 of post to answer, and the mean over all, pauses left out; through the resident
- * kernel. */
-typedef struct resident_times {
-    double p50_us, p99_us, mean_us;
-    char samples[24]; /* tests/cuda/samples.h */
-} resident_times_t;
-
-static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_ahead,
-                                    uint32_t pause_ns)
+bench_resident_t bench_resident_us(ffn_kit_t *kit, bench_lanes_t *l, uint32_t kernel,
+                                   uint32_t pause_ns)
 {
     static uint32_t samples[SAMPLES];
     cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
@@ -219,7 +213,9 @@ static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_
     void *post[] = {&queue, &list, &lane_count, &first, &count, &pause_ns, &answer, &out};
     void *leave[] = {&queue, &last};
     ffn_kit_write(kit, list, l->at, sizeof(l->at));
-    CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, look_ahead, kit->stream));
+    CHECK_OK(kernel == BENCH_FEW
+                 ? ffn_cuda_few_resident(&kit->kernels, queue, kit->stream)
+                 : ffn_cuda_resident(&kit->kernels, queue, kernel == BENCH_AHEAD, kit->stream));
     CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[FFN_KIT_POST], 1, 1, 1, 1,
                        1, 1, 0, kit->side, post, NULL));
     CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[FFN_KIT_LEAVE], 1, 1, 1, 1,
@@ -236,7 +232,7 @@ static resident_times_t resident_us(ffn_kit_t *kit, bench_lanes_t *l, bool look_
     ffn_kit_free(kit, list);
     ffn_kit_free(kit, queue);
     static uint32_t series;
-    resident_times_t times = {samples[8 + (count - 8) / 2] / 1e3,
+    bench_resident_t times = {samples[8 + (count - 8) / 2] / 1e3,
                               samples[8 + (count - 8) * 99 / 100] / 1e3, sum / (count - 8) / 1e3,
                               ""};
     snprintf(times.samples, sizeof(times.samples), "%d-%u", getpid(), ++series);
@@ -285,9 +281,9 @@ static void bench_dense_decode(ffn_kit_t *kit)
         bench_lanes_rows(kit, &l, counts[i]);
         const double floor_us = bytes / bench_copy_rate * 1e6;
         const double graph = decode_graph_us(kit, &l);
-        const resident_times_t plain = resident_us(kit, &l, false, 0);
-        const resident_times_t ahead = resident_us(kit, &l, true, 0);
-        const resident_times_t paused = resident_us(kit, &l, true, 20000);
+        const bench_resident_t plain = bench_resident_us(kit, &l, BENCH_PLAIN, 0);
+        const bench_resident_t ahead = bench_resident_us(kit, &l, BENCH_AHEAD, 0);
+        const bench_resident_t paused = bench_resident_us(kit, &l, BENCH_AHEAD, 20000);
         snprintf(metric, sizeof(metric), "ffn.dense.decode%u.copy_fraction", counts[i]);
         snprintf(
             note, sizeof(note),
@@ -341,7 +337,7 @@ static void bench_moe_decode(ffn_kit_t *kit)
         }
         const double floor_us = experts * expert_bytes / bench_copy_rate * 1e6;
         const double graph = decode_graph_us(kit, &l);
-        const resident_times_t plain = resident_us(kit, &l, false, 0);
+        const bench_resident_t plain = bench_resident_us(kit, &l, BENCH_PLAIN, 0);
         snprintf(metric, sizeof(metric), "ffn.moe.decode%u.floor_ratio", counts[i]);
         snprintf(
             note, sizeof(note),
@@ -415,6 +411,29 @@ static void bench_dense_prefill(ffn_kit_t *kit)
     ffn_kit_model_free(kit, &m);
 }
 
+/* The router's launch alone, a layer. It counts pairs too, which nobody reads here: back to zero.
+ */
+static double router_us(ffn_kit_t *kit, const ffn_cuda_signature_t *s, bench_lanes_t *l,
+                        uint32_t rows)
+{
+    const uint32_t size = ffn_cuda_route_size(&kit->kernels, rows), each = BULK_ROUTE_ROWS(size);
+    double times[REPEATS];
+    for (uint32_t i = 0; i < REPEATS + 2; i++) {
+        bench_begin(kit);
+        for (uint32_t layer = 0; layer < l->count; layer++) {
+            void *parameters[] = {&l->at[layer]};
+            CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel,
+                               kit->kernels.function[FFN_KERNEL_BULK_ROUTE + size],
+                               (rows + each - 1) / each, 1, 1, BULK_ROUTE_THREADS, 1, 1,
+                               BULK_ROUTE_BYTES(size, s->experts), kit->stream, parameters, NULL));
+        }
+        times[i < 2 ? 0 : i - 2] = bench_end_us(kit) / l->count;
+    }
+    ffn_kit_set(kit, (cuda_address_t)(uintptr_t)l->lane[0].workspace.counts, 0,
+                s->experts * sizeof(uint32_t));
+    return bench_median(times, REPEATS);
+}
+
 static void bench_moe_prefill(ffn_kit_t *kit)
 {
     static const uint32_t counts[] = {512, 2048, 4096, 8192};
@@ -439,6 +458,9 @@ static void bench_moe_prefill(ffn_kit_t *kit)
         snprintf(note, sizeof(note), "whole layer, router included, %.0f TFLOP/s",
                  flops / us / 1e6);
         bench_row(metric, us, "us", NAN, NAN, NULL, note);
+        snprintf(metric, sizeof(metric), "ffn.moe.prefill%u.router_us", counts[c]);
+        bench_row(metric, router_us(kit, &s, &l, counts[c]), "us", NAN, NAN, NULL,
+                  "of it: the router's launch, by itself");
     }
     bench_lanes_free(kit, &l);
     ffn_kit_model_free(kit, &m);
@@ -500,11 +522,10 @@ static void bench_read(ffn_kit_t *kit)
 
 /* Where a layer's time goes: the mean over blocks and Invocations of each mark, and how far the
  * blocks' means are apart. Nanoseconds since the command was seen. */
-static void trace_text(ffn_kit_t *kit, cuda_address_t trace, uint32_t invocations, char *text,
-                       size_t size)
+void bench_trace_text(ffn_kit_t *kit, cuda_address_t trace, const char *const *names, char *text,
+                      size_t size)
 {
-    static const char *const names[FFN_CUDA_TRACE_MARKS] = {
-        "read", "logits", "all logits", "begin", "gate", "all gate", "down", "end"};
+    const uint32_t invocations = quick ? 256 : sample_count;
     static uint32_t sums[FFN_CUDA_TRACE_MARKS][FFN_CUDA_MAX_BLOCKS];
     size_t used = 0;
     ffn_kit_read(kit, trace, sums, sizeof(sums));
@@ -539,6 +560,8 @@ static double mean_cycles(ffn_kit_t *kit, const ffn_cuda_workspace_t *w)
 static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_signature_t *s,
                            uint32_t layers, const uint32_t *counts, uint32_t count_of_counts)
 {
+    static const char *const names[FFN_CUDA_TRACE_MARKS] = {
+        "read", "logits", "all logits", "begin", "gate", "all gate", "down", "end"};
     const double part_bytes = 3.0 * s->hidden * s->intermediate * 2;
     const uint32_t lane_count = s->experts ? MAX_LANES : layers;
     ffn_kit_model_t m;
@@ -570,14 +593,14 @@ static void bench_split_of(ffn_kit_t *kit, const char *name, const ffn_cuda_sign
             l.lane[i].workspace.trace = NULL;
         bench_lanes_rows(kit, &l, rows);
         const double graph = decode_graph_us(kit, &l);
-        const resident_times_t ahead = resident_us(kit, &l, true, 0);
-        const resident_times_t plain = resident_us(kit, &l, false, 0);
+        const bench_resident_t ahead = bench_resident_us(kit, &l, BENCH_AHEAD, 0);
+        const bench_resident_t plain = bench_resident_us(kit, &l, BENCH_PLAIN, 0);
         for (uint32_t i = 0; i < l.count; i++)
             l.lane[i].workspace.trace = (void *)(uintptr_t)trace;
         bench_lanes_rows(kit, &l, rows);
         ffn_kit_set(kit, trace, 0, trace_bytes);
-        resident_us(kit, &l, true, 0);
-        trace_text(kit, trace, quick ? 256 : sample_count, text, sizeof(text));
+        bench_resident_us(kit, &l, BENCH_AHEAD, 0);
+        bench_trace_text(kit, trace, names, text, sizeof(text));
         const double gate_cycles = mean_cycles(kit, &l.lane[0].workspace);
         snprintf(metric, sizeof(metric), "ffn.%s.decode%u.split.%s", name, rows,
                  s->experts ? "floor_ratio" : "copy_fraction");
@@ -635,8 +658,11 @@ int main(int count, char **arguments)
             bench_read(&kit);
         if (strcmp(arguments[i], "split") == 0)
             bench_split(&kit);
-        if (strcmp(arguments[i], "few") == 0)
+        if (strcmp(arguments[i], "few") == 0) {
+            sample_count = 512;
             bench_few(&kit);
+            sample_count = SAMPLES;
+        }
         if (strcmp(arguments[i], "bulk-split") == 0)
             bench_bulk_split(&kit);
     }

@@ -27,6 +27,20 @@ void bench_lanes_free(ffn_kit_t *kit, bench_lanes_t *l);
 ffn_cuda_signature_t bench_signature_dense(void);
 ffn_cuda_signature_t bench_signature_moe(void);
 
+/* Median and P99 of post to answer, and the mean over all, pauses left out, through a resident
+ * kernel: the decode kernel without or with looking ahead, that of few rows. */
+enum { BENCH_PLAIN, BENCH_AHEAD, BENCH_FEW };
+typedef struct bench_resident {
+    double p50_us, p99_us, mean_us;
+    char samples[24]; /* tests/cuda/samples.h */
+} bench_resident_t;
+bench_resident_t bench_resident_us(ffn_kit_t *kit, bench_lanes_t *l, uint32_t kernel,
+                                   uint32_t pause_ns);
+/* The marks of the run before over `trace`: means, least and most over blocks, microseconds since
+ * the command was seen. names: [FFN_CUDA_TRACE_MARKS]. */
+void bench_trace_text(ffn_kit_t *kit, cuda_address_t trace, const char *const *names, char *text,
+                      size_t size);
+
 /* All ways to compute a layer for up to 64 rows, in turns: of experts, dense. */
 void bench_few(ffn_kit_t *kit);
 /* A bulk layer by launches, for 17 to 8192 rows. */

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "ffn_bench.h"
+#include "samples.h"
 
 /* ---- few rows and bulk, by steps ---------------------------------------------------------------
  */
@@ -70,6 +71,34 @@ static void way_output(ffn_kit_t *kit, const ffn_kit_model_t *m, const bench_lan
     free(packed);
 }
 
+/* Post to answer by the resident kernel of few rows, and when its blocks reach each step. */
+static void few_resident(ffn_kit_t *kit, const char *kind, bench_lanes_t *l, uint32_t rows,
+                         double floor_us)
+{
+    static const char *const names[FFN_CUDA_TRACE_MARKS] = {
+        "read", "logits", "plan", "a warp", "products", "all products", "", "end"};
+    const uint64_t trace_bytes = FFN_CUDA_TRACE_MARKS * FFN_CUDA_MAX_BLOCKS * sizeof(uint32_t);
+    cuda_address_t trace = ffn_kit_alloc(kit, trace_bytes);
+    char metric[96], note[700], text[500] = "";
+    const bench_resident_t plain = bench_resident_us(kit, l, BENCH_FEW, 0);
+    const bench_resident_t paused = bench_resident_us(kit, l, BENCH_FEW, 20000);
+    for (uint32_t i = 0; i < l->count; i++)
+        l->lane[i].workspace.trace = (void *)(uintptr_t)trace;
+    bench_lanes_rows(kit, l, rows);
+    bench_resident_us(kit, l, BENCH_FEW, 0);
+    bench_trace_text(kit, trace, names, text, sizeof(text));
+    for (uint32_t i = 0; i < l->count; i++)
+        l->lane[i].workspace.trace = NULL;
+    bench_lanes_rows(kit, l, rows);
+    snprintf(metric, sizeof(metric), "ffn.%s.few%u.resident_us", kind, rows);
+    snprintf(note, sizeof(note),
+             "resident, mailbox included: P50 %.2f us, P99 %.2f, with 20 us between %.2f;%s",
+             plain.p50_us, plain.p99_us, paused.mean_us, text);
+    bench_row(metric, plain.mean_us, "us", floor_us, NAN, NULL, note);
+    samples_name(plain.samples, metric);
+    ffn_kit_free(kit, trace);
+}
+
 /* All ways that a layer of few rows can be computed, in turn within each round, so that they see
  * the same clocks. */
 static void few_rows(ffn_kit_t *kit, const char *kind, const ffn_kit_model_t *m, bench_lanes_t *l,
@@ -113,6 +142,7 @@ static void few_rows(ffn_kit_t *kit, const char *kind, const ffn_kit_model_t *m,
         bench_row(metric, us, "us", floor_us, NAN, NULL, note);
         cuda_graph_destroy(&kit->device, graph[way]);
     }
+    few_resident(kit, kind, l, rows, floor_us);
     free(other);
     free(first);
 }

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Peers of the `ffn.*` prefill rows: torch's products for a dense layer, and for a MoE layer a Triton
-kernel of the usual fused-MoE form (rows gathered by expert, padded to tiles; the best of several tile
-shapes) and torch's own grouped product. Random inputs, several layers in turn, medians.
+"""Peers of the `ffn.*` prefill rows: torch's products for a dense layer, and for a MoE layer SGLang's own
+`fused_experts` where SGLang is installed (with the choices given, and with its router), a Triton kernel of
+the usual fused-MoE form (rows gathered by expert, padded to tiles; the best of several tile shapes) and
+torch's own grouped product. Random inputs, several layers in turn, medians.
 
 Prints lines of JSON: {"peer": NAME, "us": MICROSECONDS, "note": TEXT}. Needs torch and triton.
 """
 
 import argparse
+import ctypes
 import json
+import os
+import pathlib
 import statistics
 
 import torch
@@ -127,6 +131,71 @@ def align(chosen, experts, block):
     return ids, owner
 
 
+def sglang_moe(x, both, down, router, top_k, repeats):
+    """SGLang's layer with its own choice of tiles, captured: `fused_experts` groups the pairs by itself, and
+    computes products, activation and sum; its router is a linear and a kernel for softmax and choice."""
+    for name, value in {
+        "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        "SGLANG_PLUGINS": "none",
+    }.items():
+        os.environ.setdefault(name, value)
+    import sglang
+
+    library = pathlib.Path(sglang.__file__).resolve().parents[1] / "lib" / "libnuma.so.1"
+    if library.exists():  # where tests/cuda/sglang_bundle has put it
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, fused_topk
+
+    experts, rows = router.shape[0], x.shape[0]
+    config = MoeRunnerConfig(num_experts=experts, num_local_experts=experts, inplace=False)
+
+    def choose():
+        logits = torch.nn.functional.linear(x, router)
+        return StandardTopKOutput(*fused_topk(x, logits, top_k, True)[:2], logits)
+
+    def given(i, choice):
+        return fused_moe.fused_experts(x, both[i], down[i], choice, config)
+
+    fixed = choose()
+    plain, whole = given(0, fixed), given(0, choose())
+    if (plain - whole).abs().max() > 0.01 * plain.abs().max():
+        raise RuntimeError("two runs of the same layer differ")
+    # Beside float32 for a few rows: a peer that computes something else is none.
+    for row in (0, rows // 2, rows - 1):
+        want = 0
+        for weight, expert in zip(fixed.topk_weights[row], fixed.topk_ids[row].tolist(), strict=True):
+            gate, up = (both[0][expert].float() @ x[row].float()).chunk(2)
+            want = want + weight * (down[0][expert].float() @ (torch.nn.functional.silu(gate) * up))
+        error = ((plain[row].float() - want).norm() / want.norm()).item()
+        if error > 0.02:
+            raise RuntimeError(f"row {row} is off by {error:.3f}")
+
+    def captured(run):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                run(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(len(both)):
+                run(i)
+        return measure(lambda _: graph.replay(), 1, repeats) / len(both)
+
+    return {
+        "given": captured(lambda i: given(i, fixed)),
+        "whole": captured(lambda i: given(i, choose())),
+        "version": sglang.__version__,
+    }
+
+
 def moe(rows, repeats):
     hidden, width, experts, top_k, layers = 2048, 768, 128, 8, 3
     x = random(rows, hidden)
@@ -175,6 +244,12 @@ def moe(rows, repeats):
         f"gate {best['gate'][0]:.1f} {best['gate'][1]}, down {best['down'][0]:.1f} {best['down'][1]}, "
         f"activation {rest['activation']:.1f}, sum {rest['sum']:.1f}; router and grouping left out",
     )
+    try:
+        us = sglang_moe(x, both, down, router, top_k, repeats)
+        say(f"sglang.moe{rows}", us["given"], f"fused_experts of SGLang {us['version']}, captured; the choice of experts is given")
+        say(f"sglang.moe{rows}.whole", us["whole"], f"with the router of SGLang {us['version']}, captured")
+    except Exception as error:
+        print(f"# SGLang's fused_experts: {type(error).__name__}: {str(error)[:300]}", flush=True)
     try:
         counts = torch.bincount(chosen.flatten(), minlength=experts)
         ends = torch.cumsum(counts, 0).to(torch.int32)

@@ -18,10 +18,12 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "control/participant.h"
+#include "observe/observe.h"
 #include "stage/stage.h"
 
 #define ATTACH_LIMIT_NS (2 * XP_NS_PER_S)
 #define DETACH_LIMIT_NS (5 * XP_NS_PER_S)
+#define OBSERVE_MS      20 /* between two looks at what the relay recorded */
 
 typedef struct atnagent {
     const config_t *config;
@@ -40,6 +42,8 @@ typedef struct atnagent {
     transport_cuda_life_t life;
     agent_heap_t heap; /* provider nvshmem */
     stage_atn_t *stage;
+    observe_t *observe; /* NULL: nobody looks, or rows pass by */
+    struct event *on_observe;
     uint32_t opened[FABRIC_MAX_INSTANCES]; /* bits of FfnAgents whose stages are mapped */
     bool finalizing;
 } atnagent_t;
@@ -88,11 +92,38 @@ static xp_status_t open_device(atnagent_t *self)
     return cuda_device_open(driver, self->ordinal, &self->device);
 }
 
+static void drain_records(atnagent_t *self)
+{
+    if (self->stage && self->observe)
+        (void)stage_atn_observe(self->stage, self->observe); /* what was lost shows in `index` */
+}
+
+static void on_observe(evutil_socket_t fd, short events, void *context)
+{
+    drain_records(context);
+}
+
+static xp_status_t start_observer(atnagent_t *self)
+{
+    const struct timeval period = {.tv_usec = OBSERVE_MS * 1000};
+    XP_TRY(observe_open(self->config->observe.folder, OBSERVE_ATN, self->configured->name,
+                        self->config->observe.records, &self->observe));
+    if (!self->observe)
+        return XP_OK;
+    for (uint32_t i = 0; i < self->plan->instance_count; i++)
+        observe_name_instance(self->observe, i, self->plan->instances[i].id);
+    self->on_observe = event_new(self->base, -1, EV_PERSIST, on_observe, self);
+    return self->on_observe && event_add(self->on_observe, &period) == 0
+               ? XP_OK
+               : xp_fail(XP_NO_MEMORY, "no memory for the timer of the observer");
+}
+
 static xp_status_t start_relay(atnagent_t *self)
 {
+    XP_TRY(start_observer(self));
     XP_TRY(transport_cuda_life_open(&self->device, self->life_fd, self->life_index, &self->life));
     XP_TRY(stage_atn_create(&self->device, self->plan, self->index, &self->life, self->heap.heap,
-                            &self->stage));
+                            self->observe ? self->config->observe.records : 0, &self->stage));
     return self->heap.heap ? XP_OK : offer_relays(self);
 }
 
@@ -241,6 +272,7 @@ static void on_stop(void *context, xpw_StopPhase phase, uint32_t seconds)
     if (phase != xpw_StopPhase_STOP_FINALIZE || self->finalizing)
         return;
     self->finalizing = true;
+    drain_records(self);
     if (self->stage)
         (void)stage_atn_close_all(self->stage, XP_CLOSED);
     participant_bye(self->participant, "told to end");
@@ -285,8 +317,12 @@ int atnagent_cuda_run(const config_t *config, const char *device)
     if (!self->heap.joined) /* the thread that joins holds the device */
         agent_heap_end(&self->heap, exit_code);
 done:
+    drain_records(self);
+    if (self->on_observe)
+        event_free(self->on_observe);
     participant_destroy(self->participant);
     stage_atn_destroy(self->stage);
+    observe_close(self->observe);
     transport_cuda_life_close(&self->life);
     agent_heap_end(&self->heap, exit_code);
     cuda_device_close(&self->device);

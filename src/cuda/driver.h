@@ -57,6 +57,10 @@ typedef struct cuda_access {
     int32_t flags;
 } cuda_access_t;
 
+typedef struct cuda_tensor_map {
+    _Alignas(128) uint64_t opaque[16];
+} cuda_tensor_map_t;
+
 enum {
     CUDA_RESULT_SUCCESS = 0,
     CUDA_RESULT_INVALID_VALUE = 1,
@@ -109,6 +113,11 @@ enum {
 #define CUDA_GRANULARITY_RECOMMENDED 1
 #define CUDA_LOADING_EAGER           1
 #define CUDA_IPC_LAZY_PEER_ACCESS    1u
+#define CUDA_MAP_UINT16              1
+#define CUDA_MAP_NOT_INTERLEAVED     0
+#define CUDA_MAP_SWIZZLE_128         3
+#define CUDA_MAP_L2_128              2
+#define CUDA_MAP_FILL_ZEROS          0
 
 /* X(name without version, exported symbol, parameters). Every function returns a result code. */
 #define CUDA_DRIVER_FUNCTIONS(X)                                                                   \
@@ -150,6 +159,10 @@ enum {
       (cuda_function_t function, unsigned grid_x, unsigned grid_y, unsigned grid_z,                \
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \
        cuda_stream_t stream, void **parameters))                                                   \
+    X(cuTensorMapEncodeTiled, cuTensorMapEncodeTiled,                                              \
+      (cuda_tensor_map_t * map, int type, uint32_t rank, void *address, const uint64_t *size,      \
+       const uint64_t *pitch, const uint32_t *box, const uint32_t *step, int interleave,           \
+       int swizzle, int l2, int fill))                                                             \
     X(cuMemAlloc, cuMemAlloc_v2, (cuda_address_t * address, size_t bytes))                         \
     X(cuMemFree, cuMemFree_v2, (cuda_address_t address))                                           \
     X(cuMemGetInfo, cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                  \

@@ -14,6 +14,7 @@
 #include "ffn/cuda/library.h"
 #include "ffn/cuda/usage.h"
 #include "ffn/cuda_load.h"
+#include "ffn/cuda_records.h"
 
 #define CUDA_MAX_SIGNATURES 64
 #define CUDA_MAX_CAPACITIES 12
@@ -84,9 +85,9 @@ struct ffn_cuda_runtime {
     ffn_library_t *library;
     cuda_stream_t control, decode, bulk, resident, watch; /* watch: stats */
     cuda_staging_t *staging;
-    ffn_cuda_ring_t *ring;            /* mapped */
-    ffn_cuda_record_place_t *records; /* mapped, or NULL */
-    cuda_address_t ring_at, records_at;
+    ffn_cuda_ring_t *ring; /* mapped */
+    cuda_address_t ring_at;
+    ffn_cuda_records_t records;
     /* Device memory: words and dispatch from create on, tables and Lanes from start on. */
     cuda_block_t words, tables, lanes;
     cuda_address_t dispatch_at, queue_at, counters_at, lease_at, failure_at, word_at;
@@ -102,7 +103,6 @@ struct ffn_cuda_runtime {
     uint32_t templates, layers, captured;
     uint32_t *layer_template, *layer_part; /* by layer of the table: template; first part */
     ffn_cuda_part_t *part;                 /* all parts, as uploaded */
-    int64_t clock_offset_ns;               /* CLOCK_MONOTONIC minus the device's clock */
     bool started;
     /* the host thread */
     pthread_t thread;
@@ -114,13 +114,13 @@ struct ffn_cuda_runtime {
     uint64_t taken;          /* requests */
     uint32_t lease;          /* last value written */
     bool offered;            /* that lease is odd, and its kernel is not launched yet */
+    bool few_wanted;         /* what came last is the kernel of few rows' */
     uint64_t lease_since_ns, last_work_ns, last_bulk_ns, quiet_ns;
     _Atomic uint64_t host_launches, leases;
-    _Atomic uint32_t lease_in_force;
-    bool stuck; /* work on the device did not end: its memory must stay */
+    _Atomic uint32_t lease_in_force; /* FFN_CUDA_LEASE_..., 0: none */
+    bool stuck;                      /* work on the device did not end: its memory must stay */
     pthread_mutex_t failure_lock, stats_lock;
     xp_error_t failure;
-    uint64_t records_read; /* ffn_cuda_runtime_records */
 };
 
 static inline void *cuda_pointer(cuda_address_t address)
@@ -136,6 +136,9 @@ uint64_t cuda_template_bytes(const ffn_cuda_config_t *config,
                              const ffn_cuda_signature_t *signature);
 /* Index of the smallest Capacity that holds `rows`. */
 uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows);
+/* Most rows for which the resident kernel of few rows computes its layers: as few as its Lanes'
+ * workspaces hold at once; 0: none. */
+uint32_t cuda_template_few_rows(const cuda_template_t *template);
 /* Whether such a Capacity's products are pieces in the workspace that all Lanes share. */
 bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
                           uint32_t capacity_rows);

@@ -80,13 +80,7 @@ static xp_status_t create_host(ffn_cuda_runtime_t *runtime)
     runtime->ring = address;
     memset(address, 0, sizeof(*runtime->ring));
     XP_TRY(CUDA_CALL(device->driver, cuMemHostGetDevicePointer, &runtime->ring_at, address, 0));
-    if (runtime->config.records == 0)
-        return XP_OK;
-    const uint64_t bytes = (uint64_t)runtime->config.records * sizeof(*runtime->records);
-    XP_TRY(cuda_host_alloc(device, bytes, &address));
-    runtime->records = address;
-    memset(address, 0, bytes);
-    return CUDA_CALL(device->driver, cuMemHostGetDevicePointer, &runtime->records_at, address, 0);
+    return ffn_cuda_records_open(device, runtime->config.records, &runtime->records);
 }
 
 static xp_status_t runtime_wait(ffn_cuda_runtime_t *runtime)
@@ -190,7 +184,7 @@ void ffn_cuda_runtime_destroy(ffn_cuda_runtime_t *runtime)
     cuda_block_destroy(&runtime->words);
     ffn_library_close(runtime->library);
     cuda_host_free(device, runtime->usage);
-    cuda_host_free(device, runtime->records);
+    ffn_cuda_records_close(&runtime->records);
     cuda_host_free(device, runtime->ring);
     cuda_host_free(device, runtime->staging);
     cuda_stream_destroy(device, runtime->watch);
@@ -412,7 +406,9 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             .hidden = model->hidden,
             .dtype = model->dtype,
             .decode_rows = FFN_CUDA_DECODE_ROWS,
+            .few_rows = FEW_ROWS_MOST,
         };
+        bool experts = false;
         uint64_t usage = model->usage_first;
         for (uint32_t l = 0; l < model->layers; l++) {
             const uint32_t part = next_part + model->first_part[l];
@@ -429,11 +425,18 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             usage += counters;
             runtime->layer_template[next_layer + l] = model->template[l];
             runtime->layer_part[next_layer + l] = part;
-            const uint32_t rows =
-                ffn_cuda_streamed_rows(&runtime->template[model->template[l]].signature);
+            const cuda_template_t *template = &runtime->template[model->template[l]];
+            const uint32_t rows = ffn_cuda_streamed_rows(&template->signature);
+            const uint32_t few = cuda_template_few_rows(template);
             if (rows < runtime->dispatch.models[m].decode_rows)
                 runtime->dispatch.models[m].decode_rows = rows;
+            if (few < runtime->dispatch.models[m].few_rows)
+                runtime->dispatch.models[m].few_rows = few;
+            experts = experts || template->signature.experts;
         }
+        /* Of dense layers the grouped products of more rows are as fast, and need no lease. */
+        if (!experts || !runtime->config.resident)
+            runtime->dispatch.models[m].few_rows = 0;
         memcpy(runtime->part + next_part, model->part, model->parts * sizeof(*model->part));
         next_layer += model->layers;
         next_part += model->parts;
@@ -614,10 +617,9 @@ static xp_status_t start_warm(ffn_cuda_runtime_t *runtime)
     return runtime_wait(runtime);
 }
 
-/* The device's clock beside ours: of a few tries the one that took least. */
+/* The device's clock beside ours. */
 static xp_status_t start_clock(ffn_cuda_runtime_t *runtime)
 {
-    uint64_t best = UINT64_MAX;
     for (uint32_t i = 0; i < RUNTIME_CLOCK_TIES; i++) {
         cuda_address_t at = runtime->word_at;
         void *parameters[] = {&at};
@@ -627,19 +629,14 @@ static xp_status_t start_clock(ffn_cuda_runtime_t *runtime)
         XP_TRY(CUDA_CALL(runtime->device->driver, cuMemcpyDtoHAsync, &runtime->staging->clock, at,
                          sizeof(uint64_t), runtime->control));
         XP_TRY(runtime_wait(runtime));
-        const uint64_t after = xp_monotonic_ns();
-        if (after - before < best) {
-            best = after - before;
-            runtime->clock_offset_ns =
-                (int64_t)(before + (after - before) / 2) - (int64_t)runtime->staging->clock;
-        }
+        ffn_cuda_records_tie(&runtime->records, before, xp_monotonic_ns(), runtime->staging->clock);
     }
     return XP_OK;
 }
 
 static xp_status_t start_dispatch(ffn_cuda_runtime_t *runtime)
 {
-    const ffn_cuda_counters_t counters = {.records = cuda_pointer(runtime->records_at),
+    const ffn_cuda_counters_t counters = {.records = cuda_pointer(runtime->records.at),
                                           .record_capacity = runtime->config.records};
     ffn_cuda_dispatch_t *dispatch = &runtime->dispatch;
     dispatch->abi = FFN_CUDA_DISPATCH_ABI;
@@ -795,33 +792,7 @@ xp_status_t ffn_cuda_runtime_usage(ffn_cuda_runtime_t *runtime, uint32_t model,
 uint32_t ffn_cuda_runtime_records(ffn_cuda_runtime_t *runtime, ffn_cuda_record_t *records_out,
                                   uint32_t limit, uint64_t *skipped_out)
 {
-    const uint64_t capacity = runtime->config.records;
-    uint32_t count = 0;
-    *skipped_out = 0;
-    while (capacity && count < limit) {
-        const uint64_t wanted = runtime->records_read + 1;
-        const ffn_cuda_record_place_t *place = &runtime->records[runtime->records_read % capacity];
-        const uint64_t index = PROTOCOL_LOAD_ACQUIRE(&place->index);
-        /* An older one, or one that is being written. */
-        if (index < wanted)
-            break;
-        if (index > wanted) {
-            /* The device was round again: go on half a ring behind it. */
-            const uint64_t next = index - 1 - capacity / 2;
-            *skipped_out += next - runtime->records_read;
-            runtime->records_read = next;
-            continue;
-        }
-        ffn_cuda_record_t record;
-        runtime->records_read++;
-        if (!ffn_cuda_record_unpack(place, wanted - 1, capacity, &record)) {
-            *skipped_out += 1;
-            continue;
-        }
-        record.end_ns = (uint64_t)((int64_t)record.end_ns + runtime->clock_offset_ns);
-        records_out[count++] = record;
-    }
-    return count;
+    return ffn_cuda_records_take(&runtime->records, records_out, limit, skipped_out);
 }
 
 uint64_t ffn_cuda_runtime_model_bytes(const ffn_cuda_runtime_t *runtime, uint32_t model)

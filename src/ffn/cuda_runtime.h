@@ -135,6 +135,8 @@ void ffn_cuda_runtime_fail(ffn_cuda_runtime_t *runtime, xp_status_t status, cons
 /* Any thread. XP_OK while nothing has failed; else the first failure, with its text recorded. */
 xp_status_t ffn_cuda_runtime_health(const ffn_cuda_runtime_t *runtime);
 
+enum { FFN_CUDA_LEASE_DECODE = 1, FFN_CUDA_LEASE_FEW }; /* whose the lease is */
+
 /* Any thread. */
 typedef struct ffn_cuda_stats {
     uint64_t weight_bytes, workspace_bytes, table_bytes;
@@ -143,7 +145,7 @@ typedef struct ffn_cuda_stats {
     uint64_t resident_invocations;       /* of these, without a host launch */
     uint64_t host_launches;              /* launches by the host thread since start, of any kind */
     uint64_t leases;                     /* times the lease was taken */
-    uint32_t lease_in_force;
+    uint32_t lease_in_force;             /* FFN_CUDA_LEASE_..., 0: none */
 } ffn_cuda_stats_t;
 xp_status_t ffn_cuda_runtime_stats(ffn_cuda_runtime_t *runtime, ffn_cuda_stats_t *stats_out);
 

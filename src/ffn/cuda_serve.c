@@ -10,11 +10,12 @@
  * The kernel is launched only when the scheduler has seen the offer: from then on it asks the host
  * for bulk only, and what it asked for before is fired; of that, what decodes has ended first, for
  * a launch that needs all multiprocessors does not begin beside the kernel. So steady decoding
- * finds its way back to the resident kernel without a pause. A lease that was short doubles
- * quiet_ns, one that was long sets it back, so mixed work does not spend its time in changes. The
- * thread looks without rest for SERVE_SPIN_NS after the last work and naps in between after that;
- * the device never has to wake it. It is the only one that launches after start. It never waits
- * without a limit; whatever fails ends the runtime with one text.
+ * finds its way back to the resident kernel without a pause. There are two (ffn/cuda/dispatch.h);
+ * the lease is offered for the one that the latest request could have had. A lease that was short
+ * doubles quiet_ns, one that was long sets it back, so mixed work does not spend its time in
+ * changes. The thread looks without rest for SERVE_SPIN_NS after the last work and naps in between
+ * after that; the device never has to wake it. It is the only one that launches after start. It
+ * never waits without a limit; whatever fails ends the runtime with one text.
  */
 #include <errno.h>
 #include <sched.h>
@@ -55,9 +56,10 @@ static xp_status_t serve_word(ffn_cuda_runtime_t *runtime, cuda_address_t to, co
     return serve_wait(runtime, runtime->control, SERVE_WORD_LIMIT_NS);
 }
 
-static xp_status_t serve_lease_write(ffn_cuda_runtime_t *runtime)
+/* lease: the next number. */
+static xp_status_t serve_lease_write(ffn_cuda_runtime_t *runtime, uint32_t lease)
 {
-    runtime->staging->lease = ++runtime->lease;
+    runtime->staging->lease = runtime->lease = lease;
     return serve_word(runtime, runtime->lease_at, &runtime->staging->lease);
 }
 
@@ -71,7 +73,11 @@ static xp_status_t serve_lease_offer(ffn_cuda_runtime_t *runtime)
                      sizeof(staging->queue), runtime->control));
     XP_TRY(serve_wait(runtime, runtime->control, SERVE_WORD_LIMIT_NS));
     runtime->offered = true;
-    return serve_lease_write(runtime);
+    /* The number, odd, says of which kernel it is. */
+    uint32_t lease = runtime->lease + 1;
+    if (ffn_cuda_lease_few(lease) != runtime->few_wanted)
+        lease += 2;
+    return serve_lease_write(runtime, lease);
 }
 
 /* acquire: what the scheduler asked for before it saw the offer is in the ring then. */
@@ -82,12 +88,16 @@ static bool serve_lease_is_seen(const ffn_cuda_runtime_t *runtime)
 
 static xp_status_t serve_lease_take(ffn_cuda_runtime_t *runtime)
 {
-    XP_TRY(ffn_cuda_resident(&runtime->kernels, runtime->queue_at, true, runtime->resident));
+    const bool few = ffn_cuda_lease_few(runtime->lease);
+    if (few)
+        XP_TRY(ffn_cuda_few_resident(&runtime->kernels, runtime->queue_at, runtime->resident));
+    else
+        XP_TRY(ffn_cuda_resident(&runtime->kernels, runtime->queue_at, true, runtime->resident));
     serve_count(runtime, 1);
     runtime->offered = false;
     runtime->lease_since_ns = xp_monotonic_ns();
     atomic_fetch_add(&runtime->leases, 1);
-    atomic_store(&runtime->lease_in_force, 1);
+    atomic_store(&runtime->lease_in_force, few ? FFN_CUDA_LEASE_FEW : FFN_CUDA_LEASE_DECODE);
     return XP_OK;
 }
 
@@ -113,14 +123,14 @@ static xp_status_t serve_lease_give(ffn_cuda_runtime_t *runtime)
         runtime->quiet_ns = runtime->config.quiet_ns;
     else if (runtime->quiet_ns < SERVE_QUIET_MOST_NS)
         runtime->quiet_ns *= 2;
-    XP_TRY(serve_lease_write(runtime));
+    XP_TRY(serve_lease_write(runtime, runtime->lease + 1));
     atomic_store(&runtime->lease_in_force, 0);
     XP_TRY(serve_lease_seen(runtime));
     runtime->staging->stop = 1;
     XP_TRY(serve_word(runtime, runtime->queue_at + offsetof(ffn_cuda_queue_t, stop),
                       &runtime->staging->stop));
     xp_status_t status = serve_wait(runtime, runtime->resident, SERVE_RESIDENT_NS);
-    return status == XP_OK ? XP_OK : xp_fail_context(status, "the resident decode kernel");
+    return status == XP_OK ? XP_OK : xp_fail_context(status, "the resident kernel");
 }
 
 /* Dense bulk through the library: whole pieces with their addresses as arguments, the rest through
@@ -174,15 +184,26 @@ static xp_status_t serve_fire(ffn_cuda_runtime_t *runtime, const ffn_cuda_reques
                              urgent ? runtime->decode : runtime->bulk);
 }
 
-/* Most rows that the resident kernel takes of the model that the layer is of. */
-static uint32_t serve_decode_rows(const ffn_cuda_runtime_t *runtime, uint32_t layer)
+/* The model that the layer is of. */
+static const ffn_cuda_dispatch_model_t *serve_model(const ffn_cuda_runtime_t *runtime,
+                                                    uint32_t layer)
 {
     for (uint32_t m = 0; m < FFN_CUDA_MAX_MODELS; m++) {
         const ffn_cuda_dispatch_model_t *model = &runtime->dispatch.models[m];
         if (layer - model->first_layer < model->layers)
-            return model->decode_rows;
+            return model;
     }
-    return 0;
+    return NULL;
+}
+
+/* Which resident kernel such a request would have. False: none. */
+static bool serve_resident(ffn_cuda_runtime_t *runtime, const ffn_cuda_request_t *request)
+{
+    const ffn_cuda_dispatch_model_t *model = serve_model(runtime, request->layer);
+    if (!model || (request->rows > model->decode_rows && request->rows > model->few_rows))
+        return false;
+    runtime->few_wanted = request->rows > model->decode_rows;
+    return true;
 }
 
 /* Fires all requests there are; worked_out: whether there was one. */
@@ -200,8 +221,8 @@ static xp_status_t serve_ring(ffn_cuda_runtime_t *runtime, bool *worked_out)
             XP_TRY(serve_lease_give(runtime));
         XP_TRY(serve_fire(runtime, &request));
         runtime->taken++;
-        /* Work that the resident kernel could not have, for whatever reason. */
-        if (leased || request.rows > serve_decode_rows(runtime, request.layer))
+        /* Work that no resident kernel takes, or not the one that had its lease. */
+        if (!serve_resident(runtime, &request) || leased)
             runtime->last_bulk_ns = xp_monotonic_ns();
         *worked_out = true;
     }
@@ -230,7 +251,7 @@ static xp_status_t serve_look(ffn_cuda_runtime_t *runtime, bool *idle_out)
         return XP_OK;
     XP_TRY(serve_busy(runtime, runtime->resident, &resident));
     return resident ? XP_OK
-                    : xp_fail(XP_FATAL, "the resident decode kernel of cuda:%d ended by itself",
+                    : xp_fail(XP_FATAL, "the resident kernel of cuda:%d ended by itself",
                               runtime->device->ordinal);
 }
 

@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "fabric/records.h"
+#include "ffn/cuda_records.h"
 #include "stage/control.h"
 #include "stage/relay.h"
 
@@ -35,6 +36,7 @@ struct stage_atn {
     cuda_function_t kernels[ATN_KERNELS];
     cuda_address_t table; /* stage_relay_t, and the groups behind it */
     cuda_address_t groups[FABRIC_MAX_INSTANCES];
+    ffn_cuda_records_t records;
     transport_cuda_server_t *server;
     uint32_t count;
     atn_rank_t ranks[TRANSPORT_RESIDENT_SLOTS];
@@ -111,7 +113,18 @@ static xp_status_t atn_load(stage_atn_t *atn)
     return stage_heap_module_ready(atn->heap, &atn->module);
 }
 
-static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cuda_life_t *life)
+/* The kernel takes the ring from the table once, so before it starts. */
+static xp_status_t atn_make_records(stage_atn_t *atn, uint32_t records)
+{
+    XP_TRY(ffn_cuda_records_open(atn->device, records, &atn->records));
+    const ffn_cuda_counters_t counters = {.records = (void *)(uintptr_t)atn->records.at,
+                                          .record_capacity = records};
+    return stage_control_write(&atn->control, atn->table + offsetof(stage_relay_t, counters),
+                               &counters, sizeof(counters), xp_monotonic_ns() + ATN_START_NS);
+}
+
+static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cuda_life_t *life,
+                            uint32_t records)
 {
     XP_TRY(stage_control_init(atn->device, &atn->control));
     XP_TRY(atn_load(atn));
@@ -119,6 +132,7 @@ static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cu
     for (uint32_t i = 0; i < atn->plan->instance_count; i++)
         bytes += sizeof(uint32_t) * atn->plan->instances[i].layers;
     XP_TRY(CUDA_CALL(atn->device->driver, cuMemAlloc, &atn->table, bytes));
+    XP_TRY(atn_make_records(atn, records));
     for (uint32_t i = 0; i < atn->plan->instance_count; i++) {
         uint32_t groups[MODEL_MAX_LAYERS];
         const fabric_plan_instance_t *plan = &atn->plan->instances[i];
@@ -139,7 +153,7 @@ static xp_status_t atn_make(stage_atn_t *atn, uint32_t index, const transport_cu
 
 xp_status_t stage_atn_create(const cuda_device_t *device, const fabric_plan_t *plan, uint32_t index,
                              const transport_cuda_life_t *life, stage_heap_t *heap,
-                             stage_atn_t **atn_out)
+                             uint32_t records, stage_atn_t **atn_out)
 {
     stage_atn_t *atn = calloc(1, sizeof(*atn));
     if (!atn)
@@ -147,7 +161,7 @@ xp_status_t stage_atn_create(const cuda_device_t *device, const fabric_plan_t *p
     atn->device = device;
     atn->plan = plan;
     atn->heap = heap;
-    xp_status_t status = atn_make(atn, index, life);
+    xp_status_t status = atn_make(atn, index, life, records);
     if (status != XP_OK) {
         stage_atn_destroy(atn);
         return status;
@@ -231,6 +245,8 @@ xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
         .dp = plan->atn_dp,
         .rank = rank,
         .direct = plan->delivery == FABRIC_DELIVERY_DIRECT_PARTIAL,
+        .instance = instance,
+        .observed = atn->records.capacity > 0,
         .groups = atn->groups[instance],
         .arena = own->arena.address,
         .output = own->arena.address + transport_cuda_output_offset(&geometry),
@@ -258,10 +274,16 @@ xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
     XP_TRY(transport_cuda_server_next(atn->server, &index));
     cuda_address_t at = atn->table + offsetof(stage_relay_t, slot) + index * sizeof(slot);
     mailbox_arena_t header = transport_cuda_header(&geometry);
-    void *parameters[] = {&at, &slot, &header};
+    cuda_address_t clock_at = atn->table + offsetof(stage_relay_t, clock_ns);
+    uint64_t clock_ns;
+    void *parameters[] = {&at, &slot, &header, &clock_at};
+    const uint64_t before_ns = xp_monotonic_ns();
     XP_TRY(cuda_launch(atn->device, atn->kernels[ATN_KERNEL_DESCRIBE], 1, 32, atn->control.stream,
                        parameters));
     XP_TRY(stage_control_wait(&atn->control, deadline_ns));
+    const uint64_t after_ns = xp_monotonic_ns();
+    XP_TRY(stage_control_read(&atn->control, clock_at, sizeof(clock_ns), deadline_ns, &clock_ns));
+    ffn_cuda_records_tie(&atn->records, before_ns, after_ns, clock_ns);
     XP_TRY(transport_cuda_server_attach(atn->server, arena_fd, &geometry, life_index, deadline_ns,
                                         &own->slot));
     own->attached = true;
@@ -284,6 +306,33 @@ xp_status_t stage_atn_report(stage_atn_t *atn, uint32_t instance, uint32_t rank,
     atn_rank_t *own;
     XP_TRY(atn_find_attached(atn, instance, rank, &own));
     return transport_cuda_server_report(atn->server, own->slot, deadline_ns, report_out);
+}
+
+uint64_t stage_atn_observe(stage_atn_t *atn, observe_t *observe)
+{
+    enum { AT_ONCE = 256 };
+    ffn_cuda_record_t records[AT_ONCE];
+    uint64_t lost = 0, skipped;
+    uint32_t count;
+    do {
+        count = ffn_cuda_records_take(&atn->records, records, AT_ONCE, &skipped);
+        lost += skipped;
+        for (uint32_t i = 0; i < count; i++) {
+            const observe_record_t record = {.end_ns = records[i].end_ns,
+                                             .duration_ns = records[i].duration_ns,
+                                             .sequence = records[i].ticket,
+                                             .request = records[i].ticket,
+                                             .layer = records[i].layer,
+                                             .rows = records[i].rows,
+                                             .instance = records[i].instance,
+                                             .rank = records[i].rank,
+                                             .lane = OBSERVE_NONE,
+                                             .graph_template = OBSERVE_NONE,
+                                             .step = records[i].kind};
+            observe_write(observe, &record);
+        }
+    } while (count == AT_ONCE);
+    return lost;
 }
 
 xp_status_t stage_atn_close_all(stage_atn_t *atn, xp_status_t reason)
@@ -315,6 +364,7 @@ void stage_atn_destroy(stage_atn_t *atn)
                 cuda_block_destroy(&atn->stages[i][ffn]);
         for (uint32_t i = 0; i < atn->count; i++)
             cuda_block_destroy(&atn->ranks[i].arena);
+        ffn_cuda_records_close(&atn->records);
         if (atn->table)
             CUDA_IGNORE(atn->device->driver, cuMemFree, atn->table);
         cuda_module_unload(&atn->module);

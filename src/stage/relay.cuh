@@ -71,12 +71,20 @@ static __device__ void relay_reduce(const stage_relay_slot_t *slot, uint32_t mem
     }
 }
 
+// Not inlined, and called with words: the way of an answer has no registers for it.
+static __device__ __noinline__ void relay_record(stage_relay_t *relay, uint32_t slot,
+                                                 uint64_t sequence, uint32_t layer, uint32_t rows,
+                                                 uint32_t kind)
+{
+    stage_relay_record(relay, slot, sequence, layer, rows, kind, transport_clock_ns());
+}
+
 template <class Writer> struct relay_handler_t {
-    const stage_relay_t *relay;
+    stage_relay_t *relay;
     uint32_t missing, direct, members; // of the request in flight
     uint32_t looks;
     __device__ explicit relay_handler_t(void *context)
-        : relay((const stage_relay_t *)context), missing(0), direct(0), members(0), looks(0)
+        : relay((stage_relay_t *)context), missing(0), direct(0), members(0), looks(0)
     {
     }
 
@@ -85,6 +93,8 @@ template <class Writer> struct relay_handler_t {
         const stage_relay_slot_t *slot = &relay->slot[view.slot];
         if (view.request.layer >= slot->layers)
             return XP_INVALID;
+        if (view.lane == 0 && slot->observed)
+            relay->began_ns[view.slot] = transport_clock_ns();
         const uint32_t group =
             slot->uniform ? slot->uniform : ((const uint32_t *)slot->groups)[view.request.layer];
         members = __popc(group);
@@ -138,6 +148,13 @@ template <class Writer> struct relay_handler_t {
         return XP_OK;
     }
 
+    __device__ void answered(const transport_view_t &view, int status)
+    {
+        if (view.lane == 0 && status == XP_OK && relay->slot[view.slot].observed)
+            relay_record(relay, view.slot, view.request.sequence, view.request.layer,
+                         view.request.rows, view.request.kind);
+    }
+
     // What the FfnAgents still write goes to the relay arena, which stays; they are detached too
     // before the slot is used again.
     __device__ void abandon(const transport_view_t &)
@@ -147,10 +164,11 @@ template <class Writer> struct relay_handler_t {
 
 // A slot's description and a fresh relay arena: no words of an earlier Instance in it.
 static __device__ void relay_describe(stage_relay_slot_t *slot, const stage_relay_slot_t &value,
-                                      const mailbox_arena_t &header)
+                                      const mailbox_arena_t &header, uint64_t *clock_ns)
 {
     mailbox_arena_t *arena = (mailbox_arena_t *)value.arena;
     if (threadIdx.x == 0) {
+        *clock_ns = transport_clock_ns();
         *slot = value;
         *arena = header;
     }

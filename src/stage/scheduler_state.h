@@ -41,8 +41,9 @@ typedef struct stage_work {
     uint32_t missing; /* PARTIALS: members, bits by position */
     uint32_t lane, lane_held;
     uint32_t urgent;
-    uint32_t decode_rows; /* up to which an Invocation goes to the resident kernel */
-    uint64_t since_ns;    /* of the phase */
+    uint32_t decode_rows; /* of the model: ffn_cuda_lease_takes() */
+    uint32_t few_rows;
+    uint64_t since_ns; /* of the phase */
     uint64_t arrival, passes;
     uint32_t job;      /* stage_job_kind_t that follows or goes on */
     uint32_t job_wide; /* its rows are FP32 */

@@ -453,7 +453,7 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
     s->lane[work->lane].ticket = ticket;
     s->lane[work->lane].instance = instance;
     work->job = STAGE_JOB_NONE;
-    if (work->rows <= work->decode_rows &&
+    if (ffn_cuda_lease_takes(&s->poster, work->rows, work->decode_rows, work->few_rows) &&
         ffn_cuda_command_post(s->dispatch, &s->poster, work->lane, ticket,
                               plan.spread ? 0 : plan.word, work->line.sequence)) {
         /* What the resident kernel does not do: further consumers, after its `done`. */
@@ -609,8 +609,11 @@ PROTOCOL_FUNCTION int stage_scheduler_order(stage_scheduler_t *s, uint32_t insta
     if (transport_slot_state(wanted) == TRANSPORT_SLOT_ATTACHED) {
         work->about = described->about;
         work->decode_rows = FFN_CUDA_DENSE_ROWS;
-        if (s->dispatch)
+        work->few_rows = 0;
+        if (s->dispatch) {
             work->decode_rows = s->dispatch->models[work->about.weights].decode_rows;
+            work->few_rows = s->dispatch->models[work->about.weights].few_rows;
+        }
         work->ranks = work->about.tp * work->about.dp;
         work->alone = work->ranks == 1 && work->about.uniform == 1u << s->ffn;
         work->taken = work->about.taken; /* 0: the host has cleared the lines */
@@ -745,8 +748,10 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
     const uint32_t max_rows = work->about.max_rows, layers = work->about.layers;
     if (line.layer >= layers || line.kind >= MAILBOX_KIND_COUNT || line.rows > max_rows)
         return 0;
-    if (s->dispatch && (line.rows > work->decode_rows || line.rows > s->dispatch->max_rows))
+    if (s->dispatch && ((line.rows > work->decode_rows && line.rows > work->few_rows) ||
+                        line.rows > s->dispatch->max_rows))
         return 0;
+    work->urgent = line.kind == 0 || line.rows <= work->decode_rows;
     const uint32_t number = stage_first_bit(s->lanes_free);
     if (s->dispatch) {
         const ffn_cuda_dispatch_lane_t own = s->dispatch->lanes[number];
@@ -777,11 +782,12 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         own.answer->kind = line.kind;
         own.answer->layer_of_model = line.layer;
         s->tickets = ticket;
-        if (ffn_cuda_invocation_post(s->dispatch, &s->poster, number, &given, ticket, word,
+        if (ffn_cuda_lease_takes(&s->poster, line.rows, work->decode_rows, work->few_rows) &&
+            ffn_cuda_invocation_post(s->dispatch, &s->poster, number, &given, ticket, word,
                                      line.sequence)) {
             s->counts.resident++;
         } else {
-            ffn_cuda_request_post(s->dispatch, &s->poster, number, 1);
+            ffn_cuda_request_post(s->dispatch, &s->poster, number, work->urgent);
             s->counts.host++;
         }
         s->lane[number].ticket = ticket;
@@ -804,7 +810,6 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
     work->group = 1u << s->ffn;
     work->members = 1;
     work->member = 0;
-    work->urgent = line.kind == 0 || line.rows <= work->decode_rows;
     work->lane = number;
     work->lane_held = 1;
     work->arrival = s->arrivals++;

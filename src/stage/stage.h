@@ -34,6 +34,7 @@
 
 #include "fabric/plan.h"
 #include "ffn/cuda/dispatch.h"
+#include "observe/observe.h"
 #include "stage/heap.h"
 #include "transport/cuda_transport.h"
 
@@ -223,10 +224,11 @@ typedef struct stage_atn stage_atn_t;
 
 /* Launches the resident kernel, with room for every Instance Rank of AtnAgent `atn`. With a heap
  * (provider nvshmem; NULL: none) relay arenas and stages lie there: nothing is exported or opened,
- * and the kernel is the plug-in's. The heap outlives the object. */
+ * and the kernel is the plug-in's. The heap outlives the object. records: of answered requests that
+ * are kept for stage_atn_observe(); 0: none are made. */
 xp_status_t stage_atn_create(const cuda_device_t *device, const fabric_plan_t *plan, uint32_t atn,
                              const transport_cuda_life_t *life, stage_heap_t *heap,
-                             stage_atn_t **atn_out);
+                             uint32_t records, stage_atn_t **atn_out);
 /* A descriptor of the rank's relay arena, for the FfnAgents' attach. */
 xp_status_t stage_atn_export(const stage_atn_t *atn, uint32_t instance, uint32_t rank, int *fd_out);
 /* Maps a stage; once for every bit of stage_members(), before attach. */
@@ -239,6 +241,9 @@ xp_status_t stage_atn_detach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
 /* What the kernel says of the rank: attached or dropped, and counts. */
 xp_status_t stage_atn_report(stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              uint64_t deadline_ns, transport_cuda_report_t *report_out);
+/* Moves what was recorded since the last call to the observer (or nowhere, where NULL). Returns the
+ * records that were lost, since they came faster. */
+uint64_t stage_atn_observe(stage_atn_t *atn, observe_t *observe);
 /* Closes every attached arena with XP_FATAL (failure) or XP_CLOSED (shutdown). */
 xp_status_t stage_atn_close_all(stage_atn_t *atn, xp_status_t reason);
 void stage_atn_destroy(stage_atn_t *atn); /* accepts NULL */

@@ -5,6 +5,7 @@
 // What is done with a request is the handler's: a device class with
 //     int  begin(const transport_view_t &view);    all lanes of the warp, same arguments
 //     int  poll(const transport_view_t &view);      as long as the last call said SERVE_PENDING
+//     void answered(const transport_view_t &view, int status);   after the answer was published
 //     void abandon(const transport_view_t &view);   the arena goes while a request is in flight
 // begin and poll return TRANSPORT_SERVE_PENDING or the xp_status_t to answer with, never wait, and
 // leave the output rows written when they answer XP_OK. Kernel:
@@ -198,6 +199,7 @@ static __device__ void transport_resident_serve(transport_resident_t *table, uin
                 slot->requests++;
                 slot->total_rows += view.request.rows;
             }
+            handler.answered(view, answer);
             idle_since = transport_clock_ns();
         }
     }

@@ -38,6 +38,8 @@ SAME_PLACE(cuda_allocation_properties_t, flags, CUmemAllocationProp, allocFlags)
 SAME_PLACE(cuda_allocation_properties_t, flags.usage, CUmemAllocationProp, allocFlags.usage);
 SAME_SIZE(cuda_access_t, CUmemAccessDesc);
 SAME_PLACE(cuda_access_t, flags, CUmemAccessDesc, flags);
+SAME_SIZE(cuda_tensor_map_t, CUtensorMap);
+_Static_assert(_Alignof(cuda_tensor_map_t) == _Alignof(CUtensorMap), "CUtensorMap");
 SAME_SIZE(int, CUdevice);
 SAME_SIZE(int, CUresult);
 
@@ -87,6 +89,11 @@ SAME(CUDA_GRANULARITY_MINIMUM, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
 SAME(CUDA_GRANULARITY_RECOMMENDED, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
 SAME(CUDA_LOADING_EAGER, CU_MODULE_EAGER_LOADING);
 SAME(CUDA_IPC_LAZY_PEER_ACCESS, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+SAME(CUDA_MAP_UINT16, CU_TENSOR_MAP_DATA_TYPE_UINT16);
+SAME(CUDA_MAP_NOT_INTERLEAVED, CU_TENSOR_MAP_INTERLEAVE_NONE);
+SAME(CUDA_MAP_SWIZZLE_128, CU_TENSOR_MAP_SWIZZLE_128B);
+SAME(CUDA_MAP_L2_128, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+SAME(CUDA_MAP_FILL_ZEROS, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 
 #define TEXT(name)  TEXT_(name)
 #define TEXT_(name) #name

@@ -241,6 +241,7 @@ static uint32_t shapes_make(shape_t *shapes)
     n++;
     shapes[n] = (shape_t){moe(256, 128, 512, 22), false};
     n++;
+    shapes[n++] = (shape_t){moe(512, 1280, 64, 8), false}; /* bulk: more launches than one */
     return n;
 }
 
@@ -314,19 +315,37 @@ static void test_decode(ffn_kit_t *kit, const ffn_kit_model_t *m)
     lane_free(kit, &l);
 }
 
-/* Lanes of different layers and rows in turn through the resident kernel, twice around the queue.
+/* Which resident kernel. */
+enum { RESIDENT_PLAIN, RESIDENT_AHEAD, RESIDENT_FEW };
+static const char *const resident_names[] = {"resident", "resident, looking ahead",
+                                             "resident, few rows"};
+
+static void resident_launch(ffn_kit_t *kit, cuda_address_t queue, uint32_t which)
+{
+    CHECK_OK(which == RESIDENT_FEW
+                 ? ffn_cuda_few_resident(&kit->kernels, queue, kit->stream)
+                 : ffn_cuda_resident(&kit->kernels, queue, which == RESIDENT_AHEAD, kit->stream));
+}
+
+/* Lanes of different layers and rows in turn through a resident kernel, twice around the queue.
  */
-static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ahead, bool stop)
+static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, uint32_t which, bool stop)
 {
     enum { LANES = 5 };
-    const uint32_t rows[LANES] = {1, 16, 0, 7, m->signature.experts ? 30 : 12};
+    const bool few = which == RESIDENT_FEW;
+    const uint32_t bulk = few ? ffn_cuda_few_rows(&m->signature) : 0;
+    const uint32_t decode[LANES] = {1, 16, 0, 7, m->signature.experts ? 30 : 12};
+    const uint32_t wide[LANES] = {17, small ? 33 : 64, 0, 32, 40};
+    const uint32_t *rows = few ? wide : decode;
     test_lane_t lanes[LANES];
+    if (few && bulk == 0)
+        return;
     cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
     cuda_address_t list = ffn_kit_alloc(kit, sizeof(cuda_address_t) * LANES);
     cuda_address_t answer = ffn_kit_alloc(kit, 256), samples = 0;
     const uint32_t rounds = 2 * FFN_CUDA_QUEUE_ENTRIES / LANES * LANES;
     for (uint32_t i = 0; i < LANES; i++) {
-        lane_make(kit, m, ffn_cuda_decode_rows(&m->signature), 0, &lanes[i]);
+        lane_make(kit, m, few ? bulk : ffn_cuda_decode_rows(&m->signature), bulk, &lanes[i]);
         /* Lanes 1, 2 and 3 follow each other's layers, 0 and 4 do not. */
         lane_set(kit, m, &lanes[i], (i + i / 4) % m->layers, rows[i], i % 2, 300 + i);
         ffn_kit_write(kit, list + i * sizeof(cuda_address_t), &lanes[i].at, sizeof(cuda_address_t));
@@ -350,13 +369,13 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
             }
         }
         ffn_kit_write(kit, queue, commands, sizeof(commands));
-        CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, look_ahead, kit->stream));
+        resident_launch(kit, queue, which);
     } else {
         uint32_t lane_count = LANES, pause_ns = 0, posted = rounds;
         uint64_t first = 0, last = (uint64_t)rounds + 1;
         void *post[] = {&queue, &list, &lane_count, &first, &posted, &pause_ns, &answer, &samples};
         void *leave[] = {&queue, &last};
-        CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, look_ahead, kit->stream));
+        resident_launch(kit, queue, which);
         CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[FFN_KIT_POST], 1, 1, 1,
                            1, 1, 1, 0, kit->side, post, NULL));
         CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel,
@@ -366,12 +385,47 @@ static void test_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, bool look_ah
     ffn_kit_wait(kit, kit->side);
     ffn_kit_wait(kit, kit->stream);
     for (uint32_t i = 0; i < LANES; i++) {
-        lane_compare(kit, m, &lanes[i], 2, look_ahead ? "resident, looking ahead" : "resident");
+        lane_compare(kit, m, &lanes[i], few ? 4 : 2, resident_names[which]);
         lane_free(kit, &lanes[i]);
     }
     ffn_kit_free(kit, answer);
     ffn_kit_free(kit, list);
     ffn_kit_free(kit, queue);
+}
+
+/* A row gives the same bits among others as beside two of them, and with other blocks and
+ * Capacities. */
+typedef xp_status_t (*layer_call_t)(const ffn_cuda_kernels_t *, const ffn_cuda_signature_t *,
+                                    uint32_t, uint32_t, cuda_address_t, cuda_stream_t);
+static void test_alone(ffn_kit_t *kit, const ffn_kit_model_t *m, test_lane_t *l,
+                       layer_call_t compute, uint32_t most, const char *what)
+{
+    const uint32_t hidden = m->signature.hidden;
+    uint16_t *all = malloc((size_t)hidden * 2 * most), *some = malloc((size_t)hidden * 2 * 3);
+    CHECK(all && some);
+    lane_set(kit, m, l, 0, most, false, 899);
+    CHECK_OK(compute(&kit->kernels, &m->signature, most, 0, l->at, kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    ffn_kit_read(kit, l->output, all, (uint64_t)hidden * 2 * most);
+    for (uint32_t row = 0; row + 3 <= most; row += most / 4 + 13) {
+        l->lane.input = (void *)(uintptr_t)(l->input + (uint64_t)row * hidden * 2);
+        l->lane.rows = 3;
+        ffn_kit_write(kit, l->at, &l->lane, sizeof(l->lane));
+        CHECK_OK(
+            compute(&kit->kernels, &m->signature, 3 + row % 30, 7 + row % 90, l->at, kit->stream));
+        ffn_kit_wait(kit, kit->stream);
+        ffn_kit_read(kit, l->output, some, hidden * 2 * 3);
+        cases++;
+        if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
+            printf("failed: %s: hidden %u width %u experts %u: rows from %u alone have other "
+                   "bits\n",
+                   what, hidden, m->signature.intermediate, m->signature.experts, row);
+            failed++;
+        }
+    }
+    l->lane.input = (void *)(uintptr_t)l->input;
+    free(some);
+    free(all);
 }
 
 /* ---- bulk
@@ -392,6 +446,7 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
         ffn_kit_wait(kit, kit->stream);
         lane_compare(kit, m, &l, 4, "bulk");
     }
+    test_alone(kit, m, &l, ffn_cuda_bulk, most, "bulk");
     lane_free(kit, &l);
 }
 
@@ -399,15 +454,12 @@ static void test_bulk(ffn_kit_t *kit, const ffn_kit_model_t *m)
 static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
     static const uint32_t counts[] = {0, 1, 8, 17, 24, 32, 33, 48, 64};
-    const uint32_t hidden = m->signature.hidden;
     const uint32_t most = small ? 33 : ffn_cuda_few_rows(&m->signature);
     const char *what = "few rows";
     test_lane_t l;
     if (ffn_cuda_few_rows(&m->signature) == 0)
         return;
     lane_make(kit, m, most, most, &l);
-    uint16_t *all = malloc(hidden * 2 * most), *some = malloc(hidden * 2 * 3);
-    CHECK(all && some);
     for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]) && counts[i] <= most; i++) {
         lane_set(kit, m, &l, i % m->layers, counts[i], i % 2, 800 + i);
         CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, i % 3 ? most : counts[i], i % 4 * 11,
@@ -415,25 +467,7 @@ static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
         ffn_kit_wait(kit, kit->stream);
         lane_compare(kit, m, &l, 4, what);
     }
-    /* A row gives the same bits among others, and with other blocks. */
-    lane_set(kit, m, &l, 0, most, false, 899);
-    CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most, 0, l.at, kit->stream));
-    ffn_kit_wait(kit, kit->stream);
-    ffn_kit_read(kit, l.output, all, hidden * 2 * most);
-    for (uint32_t row = 0; row + 3 <= most; row += 29) {
-        l.lane.input = (void *)(uintptr_t)(l.input + (uint64_t)row * hidden * 2);
-        l.lane.rows = 3;
-        ffn_kit_write(kit, l.at, &l.lane, sizeof(l.lane));
-        CHECK_OK(ffn_cuda_few(&kit->kernels, &m->signature, most / 2, 7 + row, l.at, kit->stream));
-        ffn_kit_wait(kit, kit->stream);
-        ffn_kit_read(kit, l.output, some, hidden * 2 * 3);
-        if (memcmp(some, all + (size_t)row * hidden, hidden * 2 * 3) != 0) {
-            printf("failed: %s: hidden %u width %u experts %u: rows from %u alone have other "
-                   "bits\n",
-                   what, hidden, m->signature.intermediate, m->signature.experts, row);
-            failed++;
-        }
-    }
+    test_alone(kit, m, &l, ffn_cuda_few, most, what);
     /* Captured once, fired for other layers and rows; two layers a graph, one after the other. */
     cuda_graph_exec_t graph;
     l.lane.input = (void *)(uintptr_t)l.input;
@@ -449,8 +483,6 @@ static void test_few(ffn_kit_t *kit, const ffn_kit_model_t *m)
         lane_compare(kit, m, &l, 2, what);
     }
     cuda_graph_destroy(&kit->device, graph);
-    free(some);
-    free(all);
     lane_free(kit, &l);
 }
 
@@ -562,8 +594,10 @@ static void padded_graph(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t
     cuda_graph_destroy(&kit->device, graph);
 }
 
-static void padded_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one)
+static void padded_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_case_t *one,
+                            uint32_t which)
 {
+    char what[64];
     ffn_cuda_command_t commands[2];
     cuda_address_t queue = ffn_kit_alloc(kit, sizeof(ffn_cuda_queue_t));
     padded_fresh(kit, m, one);
@@ -576,9 +610,10 @@ static void padded_resident(ffn_kit_t *kit, const ffn_kit_model_t *m, padded_cas
                                        .rows = PADDED_LIVE};
     commands[1].sequence = 2; /* no Lane: leave */
     ffn_kit_write(kit, queue, commands, sizeof(commands));
-    CHECK_OK(ffn_cuda_resident(&kit->kernels, queue, false, kit->stream));
+    resident_launch(kit, queue, which);
     ffn_kit_wait(kit, kit->stream);
-    padded_check(kit, m, one, "padded rows, resident");
+    snprintf(what, sizeof(what), "padded rows, %s", resident_names[which]);
+    padded_check(kit, m, one, what);
     ffn_kit_free(kit, queue);
 }
 
@@ -591,7 +626,9 @@ static void test_padded(ffn_kit_t *kit, const ffn_kit_model_t *m)
     one.lane.seed = padded_seed(m);
     padded_take_out(kit, m, &one);
     padded_graph(kit, m, &one, 0, false, "padded rows, decode graph");
-    padded_resident(kit, m, &one);
+    padded_resident(kit, m, &one, RESIDENT_PLAIN);
+    if (ffn_cuda_few_rows(&m->signature))
+        padded_resident(kit, m, &one, RESIDENT_FEW);
     for (uint32_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++)
         padded_graph(kit, m, &one, capacities[i], false, "padded rows, bulk graph");
     for (uint32_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++)
@@ -700,13 +737,15 @@ int main(int count, char **arguments)
         if (wanted(count, arguments, "decode"))
             test_decode(&kit, &m);
         if (wanted(count, arguments, "resident")) {
-            test_resident(&kit, &m, false, false);
-            test_resident(&kit, &m, true, i % 2);
+            test_resident(&kit, &m, RESIDENT_PLAIN, false);
+            test_resident(&kit, &m, RESIDENT_AHEAD, i % 2);
         }
         if (wanted(count, arguments, "bulk"))
             test_bulk(&kit, &m);
-        if (wanted(count, arguments, "few"))
+        if (wanted(count, arguments, "few")) {
             test_few(&kit, &m);
+            test_resident(&kit, &m, RESIDENT_FEW, i % 2);
+        }
         if (wanted(count, arguments, "padded") && s->experts)
             test_padded(&kit, &m);
         if (wanted(count, arguments, "library") && s->experts == 0)

@@ -154,14 +154,25 @@ static void scene_wait(scene_t *scene, uint32_t slot)
     }
 }
 
-static void scene_lease(scene_t *scene)
+/* Waits until the lease is the one for that order, which is posted to the host meanwhile. */
+static void scene_lease(scene_t *scene, uint32_t slot, const ffn_order_t *order)
 {
     const uint64_t limit = xp_monotonic_ns() + WAIT_NS;
-    ffn_cuda_stats_t stats;
-    do {
+    const uint32_t wanted = order->few ? FFN_CUDA_LEASE_FEW : FFN_CUDA_LEASE_DECODE;
+    ffn_order_t once = *order;
+    once.count = 1;
+    once.resident = 0;
+    for (;;) {
+        ffn_cuda_stats_t stats;
         CHECK_OK(ffn_cuda_runtime_stats(scene->runtime, &stats));
         CHECK(xp_monotonic_ns() < limit);
-    } while (!stats.lease_in_force);
+        if (stats.lease_in_force == wanted)
+            return;
+        if (stats.lease_in_force) {
+            scene_post(scene, slot, &once);
+            scene_wait(scene, slot);
+        }
+    }
 }
 
 /* ---- checkpoints of real size, as dimensions -------------------------------------------------
@@ -382,8 +393,12 @@ typedef struct family {
     float *x, *want; /* [SMALL_ROWS][hidden] */
 } family_t;
 
+/* Which kernels execute. */
+enum { BY_HOST, BY_DECODE, BY_FEW };
+static const char *const way_names[] = {"host", "resident", "resident, few rows"};
+
 static void family_case(scene_t *scene, const family_t *family, uint32_t layer, uint32_t number,
-                        bool resident)
+                        uint32_t resident)
 {
     const uint32_t rows = family_rows(number), hidden = family->spec.hidden;
     const bool partial = (number + layer) % 2;
@@ -391,26 +406,27 @@ static void family_case(scene_t *scene, const family_t *family, uint32_t layer, 
     char what[160];
     ffn_kit_fill(scene->kit, scene->input[0], (uint64_t)SMALL_ROWS * hidden, seed, 1,
                  family->dtype == XP_DTYPE_F16 ? FFN_CUDA_F16 : FFN_CUDA_BF16);
-    if (resident)
-        scene_lease(scene);
     const ffn_order_t order = {
         .layer = layer,
         .layers = 1,
         .rows = rows,
         .count = 1,
-        .resident = resident,
+        .resident = resident != BY_HOST,
+        .few = resident == BY_FEW,
         .urgent = rows <= FFN_CUDA_DECODE_ROWS,
         .input = (void *)(uintptr_t)scene->input[0],
         .output = partial ? NULL : (void *)(uintptr_t)scene->output[0],
         .partial = partial ? (float *)(uintptr_t)scene->partial[0] : NULL,
     };
+    if (resident)
+        scene_lease(scene, 0, &order);
     scene_post(scene, 0, &order);
     scene_wait(scene, 0);
     for (uint32_t r = 0; r < rows; r++)
         input_row(seed, r, hidden, family->dtype, family->x + (size_t)r * hidden);
     CHECK_OK(ffn_runtime_execute(family->cpu, 0, 0, layer, rows, family->x, family->want));
     snprintf(what, sizeof(what), "%s layer %u, %u rows, %s", family->spec.architecture_name, layer,
-             rows, resident ? "resident" : "host");
+             rows, way_names[resident]);
     cases++;
     if (resident && scene->page->line[0].by_host) {
         printf("failed: %s: fired by the host\n", what);
@@ -446,13 +462,19 @@ static void family_run(ffn_kit_t *kit, model_architecture_t architecture, xp_dty
     family.x = malloc((size_t)SMALL_ROWS * family.spec.hidden * 4);
     family.want = malloc((size_t)SMALL_ROWS * family.spec.hidden * 4);
     CHECK(family.x && family.want);
-    for (uint32_t resident = 2; resident-- > 0;)
+    const uint32_t few_rows = ffn_cuda_runtime_tables(scene.runtime)->models[0].few_rows;
+    static const uint32_t ways[] = {BY_DECODE, BY_FEW, BY_HOST};
+    for (uint32_t w = 0; w < 3; w++)
         for (uint32_t l = 0; l < family.spec.layers; l++)
-            for (uint32_t i = 0; i < FAMILY_COUNTS; i++)
-                if (!resident || family_rows(i) <= (family.spec.ffn[l].kind == MODEL_FFN_MOE
-                                                        ? FFN_CUDA_DECODE_ROWS
-                                                        : FFN_CUDA_DENSE_ROWS))
-                    family_case(&scene, &family, l, i, resident);
+            for (uint32_t i = 0; i < FAMILY_COUNTS; i++) {
+                const uint32_t rows = family_rows(i);
+                const uint32_t decode = family.spec.ffn[l].kind == MODEL_FFN_MOE
+                                            ? FFN_CUDA_DECODE_ROWS
+                                            : FFN_CUDA_DENSE_ROWS;
+                if (ways[w] == BY_HOST || (ways[w] == BY_DECODE && rows <= decode) ||
+                    (ways[w] == BY_FEW && rows > FFN_CUDA_DENSE_ROWS && rows <= few_rows))
+                    family_case(&scene, &family, l, i, ways[w]);
+            }
     scene_close(&scene);
     ffn_runtime_destroy(family.cpu);
     free(family.x);
@@ -485,7 +507,7 @@ static void real_install(scene_t *scene, uint32_t model, const ffn_cuda_weights_
 }
 
 static void real_check(scene_t *scene, xp_pool_t *pool, uint32_t model, uint32_t layer,
-                       uint32_t rows, bool resident)
+                       uint32_t rows, uint32_t resident)
 {
     model_spec_t *spec = malloc(sizeof(*spec));
     CHECK(spec);
@@ -496,23 +518,28 @@ static void real_check(scene_t *scene, xp_pool_t *pool, uint32_t model, uint32_t
     char what[160];
     CHECK(x && want);
     ffn_kit_fill(scene->kit, scene->input[slot], (uint64_t)rows * hidden, seed, 1, FFN_CUDA_BF16);
-    if (resident)
-        scene_lease(scene);
     const ffn_order_t order = {
         .model = model,
         .layer = layer,
         .layers = 1,
         .rows = rows,
         .count = 1,
-        .resident = resident,
+        .resident = resident != BY_HOST,
+        .few = resident == BY_FEW,
         .urgent = rows <= FFN_CUDA_DECODE_ROWS,
         .input = (void *)(uintptr_t)scene->input[slot],
         .output = (void *)(uintptr_t)scene->output[slot],
     };
+    if (resident)
+        scene_lease(scene, slot, &order);
     scene_post(scene, slot, &order);
     scene_wait(scene, slot);
     snprintf(what, sizeof(what), "%s layer %u, %u rows, %s", real_models[model].name, layer, rows,
-             resident ? "resident" : "host");
+             way_names[resident]);
+    if (resident && scene->page->line[slot].by_host) {
+        printf("failed: %s: fired by the host\n", what);
+        failed++;
+    }
     cases++;
     for (uint32_t i = 0, done = 0; i < rows && done < 2; i++) {
         const uint32_t row = (uint32_t)((uint64_t)i * 7919 % rows);
@@ -579,7 +606,7 @@ static void mixed_run(scene_t *scene, uint32_t decode, uint32_t bulk)
     for (uint32_t resident = 0; resident < 2; resident++) {
         const ffn_order_t order = decode_order(scene, decode, resident);
         if (resident)
-            scene_lease(scene);
+            scene_lease(scene, 0, &order);
         CHECK_OK(ffn_cuda_runtime_stats(scene->runtime, &before));
         scene_post(scene, 0, &order);
         scene_wait(scene, 0);
@@ -674,11 +701,13 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
     const uint32_t cases_before = cases, failed_before = failed;
     for (uint32_t m = 0; check && m < REAL_MODELS; m++)
         for (uint32_t layer = 0; layer < 2; layer++) {
-            real_check(&scene, pool, m, layer, 1, true);
-            real_check(&scene, pool, m, layer, 16, true);
-            real_check(&scene, pool, m, layer, 1, false);
-            real_check(&scene, pool, m, layer, 64, false);
-            real_check(&scene, pool, m, layer, MOST_ROWS, false);
+            real_check(&scene, pool, m, layer, 1, BY_DECODE);
+            real_check(&scene, pool, m, layer, 16, BY_DECODE);
+            real_check(&scene, pool, m, layer, 1, BY_HOST);
+            if (ffn_cuda_runtime_tables(scene.runtime)->models[m].few_rows)
+                real_check(&scene, pool, m, layer, 40, BY_FEW);
+            real_check(&scene, pool, m, layer, 64, BY_HOST);
+            real_check(&scene, pool, m, layer, MOST_ROWS, BY_HOST);
         }
     if (mixed) {
         mixed_run(&scene, 0, 1);
@@ -691,8 +720,8 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
         for (uint32_t m = 0; m < REAL_MODELS; m++)
             real_install(&scene, m, &kept[m]);
         scene_start(&scene);
-        real_check(&scene, pool, 0, 1, 1, true);
-        real_check(&scene, pool, 3, 1, 5, true);
+        real_check(&scene, pool, 0, 1, 1, BY_DECODE);
+        real_check(&scene, pool, 3, 1, 5, BY_DECODE);
         scene_close(&scene);
         char note[240], metric[64];
         snprintf(metric, sizeof(metric), "%s.real_wrong", family_of_rows);
@@ -714,14 +743,14 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
 enum { BULK_COUNT = 24 };
 
 /* The executions among the latest records with that many rows, ascending, microseconds. */
-static uint32_t bulk_records(scene_t *scene, uint32_t rows, double *us_out)
+static uint32_t bulk_records(scene_t *scene, uint32_t rows, bool resident, double *us_out)
 {
     static ffn_cuda_record_t records[4096];
     uint32_t samples[BULK_COUNT], kept = 0;
     uint64_t skipped;
     const uint32_t count = ffn_cuda_runtime_records(scene->runtime, records, 4096, &skipped);
     for (uint32_t i = 0; i < count && kept < BULK_COUNT; i++)
-        if (records[i].rows == rows && !records[i].resident)
+        if (records[i].rows == rows && records[i].resident == resident)
             samples[kept++] = (uint32_t)records[i].duration_ns;
     qsort(samples, kept, sizeof(samples[0]), compare_samples);
     for (uint32_t i = 0; i < kept; i++)
@@ -730,8 +759,9 @@ static uint32_t bulk_records(scene_t *scene, uint32_t rows, double *us_out)
 }
 
 /* What lies between the scheduler's post and its `done`: the executables' own time by their
- * records, and what is left for ring, host thread, graph launch and the last word. */
-static void bulk_run(scene_t *scene, uint32_t model, uint32_t rows)
+ * records, and what is left for ring, host thread, graph launch and the last word; or for the queue
+ * of the resident kernel of few rows. */
+static void bulk_run(scene_t *scene, uint32_t model, uint32_t rows, bool resident)
 {
     char metric[128], note[256];
     double execution[BULK_COUNT];
@@ -741,35 +771,46 @@ static void bulk_run(scene_t *scene, uint32_t model, uint32_t rows)
         .layers = 6,
         .rows = rows,
         .count = BULK_COUNT,
+        .resident = resident,
+        .few = resident,
         .urgent = rows <= 64, /* as the scheduler says of decoding */
         .input = (void *)(uintptr_t)scene->input[1],
         .output = (void *)(uintptr_t)scene->output[1],
     };
-    scene_lease(scene);
-    bulk_records(scene, rows, execution); /* what was before */
+    const ffn_order_t decode = decode_order(scene, model, true);
+    scene_lease(scene, resident ? 1 : 0, resident ? &order : &decode);
+    bulk_records(scene, rows, resident, execution); /* what was before */
     scene_post(scene, 1, &order);
     scene_wait(scene, 1);
     memcpy(samples, scene->page->line[1].samples, sizeof(samples));
     const double first = samples[0] / 1e3;
+    const uint32_t by_host = scene->page->line[1].by_host;
     qsort(samples, BULK_COUNT, sizeof(samples[0]), compare_samples);
     const double whole = samples[BULK_COUNT / 2] / 1e3;
+    if (resident && by_host) {
+        printf("failed: %u of %u rows' Invocations went to the host\n", by_host, rows);
+        failed++;
+        return;
+    }
     /* The last record is written after `done`. */
     const uint64_t limit = xp_monotonic_ns() + WAIT_NS;
     uint32_t kept = 0;
     while (kept < BULK_COUNT) {
-        kept += bulk_records(scene, rows, execution + kept);
+        kept += bulk_records(scene, rows, resident, execution + kept);
         CHECK(xp_monotonic_ns() < limit);
         if (kept < BULK_COUNT)
             usleep(1000);
     }
     const double median = execution[BULK_COUNT / 2];
-    const char *name = rows <= FEW_ROWS_MOST ? "few" : "bulk";
-    snprintf(note, sizeof(note), "%u rows of %s, layers in turn, P50 of %u", rows,
-             real_models[model].name, BULK_COUNT);
-    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.post_to_done_us", name, rows);
+    const char *name = rows <= FEW_ROWS_MOST ? "few" : "bulk", *way = resident ? ".resident" : "";
+    snprintf(note, sizeof(note), "%u rows of %s, layers in turn, P50 of %u%s", rows,
+             real_models[model].name, BULK_COUNT, resident ? ", no host" : "");
+    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u%s.post_to_done_us", name, rows, way);
     print_row(metric, whole, "us", note);
-    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.execution_us", name, rows);
+    snprintf(metric, sizeof(metric), "ffn.runtime.%s%u%s.execution_us", name, rows, way);
     print_row(metric, median, "us", note);
+    if (resident)
+        return;
     snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.host_us", name, rows);
     print_row(metric, whole - median, "us", note);
     snprintf(metric, sizeof(metric), "ffn.runtime.%s%u.ends_lease_us", name, rows);
@@ -786,8 +827,11 @@ static void test_bulk(ffn_kit_t *kit)
     real_install(&scene, MODEL, NULL);
     ffn_kit_fill(kit, scene.input[1], (uint64_t)MOST_ROWS * 2048, 31, 1, FFN_CUDA_BF16);
     scene_start(&scene);
-    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++)
-        bulk_run(&scene, MODEL, counts[i]);
+    for (uint32_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        bulk_run(&scene, MODEL, counts[i], false);
+        if (counts[i] <= FEW_ROWS_MOST)
+            bulk_run(&scene, MODEL, counts[i], true);
+    }
     scene_close(&scene);
 }
 

@@ -35,7 +35,10 @@ static __device__ void slot_post(const ffn_cuda_dispatch_t *d, ffn_cuda_poster_t
     answer->instance = o.model;
     answer->layer_of_model = layer;
     state->posted_ns = clock_ns();
-    if (!(o.resident && ffn_cuda_command_post(d, poster, slot, state->ticket, NULL, 0))) {
+    // Any rows in a decode lease: its kernel takes more than it is given.
+    const bool takes = o.resident && (ffn_cuda_lease_few(poster->lease) ==
+                                      (o.rows > d->models[o.model].decode_rows && o.few));
+    if (!(takes && ffn_cuda_command_post(d, poster, slot, state->ticket, NULL, 0))) {
         line->by_host++;
         ffn_cuda_request_post(d, poster, slot, o.urgent);
     }

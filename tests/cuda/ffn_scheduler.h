@@ -14,6 +14,7 @@ typedef struct ffn_order {
     uint32_t model, layer, layers; /* from `layer` on, `layers` of them in turn */
     uint32_t rows, count;
     uint32_t resident; /* the resident kernel while it has its lease; else the host ring */
+    uint32_t few;      /* that kernel is the one of few rows */
     uint32_t urgent, pause_ns;
     const void *input;
     void *output;

@@ -13,6 +13,7 @@ itself, with the daemon's reason, and no row that it took was wrong.
 import argparse
 import array
 import ctypes
+import json
 import os
 import pathlib
 import random
@@ -213,9 +214,23 @@ def all_end(system, names, began, text=""):
     return took
 
 
+def carried(system, folder):
+    """What the observers of the AtnAgents say: the requests of all their lives, none of a Generation twice."""
+    total = 0
+    for path in sorted((folder / "observe").glob("atnagent-*")):
+        done = subprocess.run([system.xpool, "trace", path], capture_output=True, text=True, timeout=60, check=True)
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        records = [record for record in found if "sequence" in record]
+        keys = {(record["rank"], record["sequence"]) for record in records}
+        roles.check(len(keys) == len(records), f"{path}: {len(records)} records of {len(keys)} requests")
+        roles.check(all(record["model"] == "m" and 0 <= record["ns"] < 60e9 for record in records), f"{path}: {records[:3]}")
+        total += len(records)
+    return total
+
+
 def go_on(arguments, folder, scene):
     chance = random.Random(arguments.seed)
-    system = roles.start(arguments, folder, dict(scene, reform=60))
+    system = roles.start(arguments, folder, dict(scene, reform=60, observe=True))
     pauses = []
     try:
         names = serve(arguments, system, scene)
@@ -248,6 +263,8 @@ def go_on(arguments, folder, scene):
             code = process.wait(timeout=20)
             roles.check(code == 0, f"{name} ended with {code}: {system.tail(name)}")
         roles.check(clean, words)
+        observed = carried(system, folder)
+        roles.check((observed > 0) == scene["provider"].endswith("relay"), f"{observed} Submissions observed")
         return f"{arguments.kills} agents killed, requests paused {min(pauses):.2f} to {max(pauses):.2f} s; {said.splitlines()[-1]}"
     finally:
         roles.end(system)

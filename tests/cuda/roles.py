@@ -115,7 +115,8 @@ def prepare(arguments, folder, scene):
     config = two_gpu.write_config(scene, folder, models)
     text = config.read_text().replace("dtype = 'float16'", "dtype = 'bfloat16'")
     memory = "".join(f"devices.'cuda:{i}'.memory = '8GiB'\n" for i in range(4))
-    config.write_text(memory + text)
+    observe = f"observe.folder = '{folder}/observe'\n" if scene.get("observe") else ""
+    config.write_text(observe + memory + text)
     system = two_gpu.System(folder, config, arguments.build / "bin" / "xpool", arguments.build)
     libraries = arguments.build / "tests" / "fake-cuda"
     system.environment["LD_LIBRARY_PATH"] = str(libraries)

@@ -456,7 +456,7 @@ static void relay_role(int argc, char **argv)
     const uint32_t a = kit_role_number(argv, 0), index = a >> 8;
     role_open(&role, (int)index, kit_role_life(argv), kit_role_number(argv, 1), a & 0xff, socket);
     stage_heap_t *heap = role_join(&role.device, &role.plan, socket);
-    CHECK_OK(stage_atn_create(&role.device, &role.plan, index, &role.life, heap, &atn));
+    CHECK_OK(stage_atn_create(&role.device, &role.plan, index, &role.life, heap, 0, &atn));
     if (heap) {
         printf("AtnAgent %u is ready\n", index);
         fflush(stdout);

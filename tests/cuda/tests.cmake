@@ -38,6 +38,14 @@ set_target_properties(fake_nvshmem_host PROPERTIES OUTPUT_NAME nvshmem_host SUFF
                       LIBRARY_OUTPUT_DIRECTORY ${fake_nvshmem_folder}/wheel/lib)
 include(${CMAKE_SOURCE_DIR}/tests/cuda/kv.cmake OPTIONAL)
 
+# No kernel of the product spills registers.
+get_property(cuda_reports GLOBAL PROPERTY XPOOL_CUDA_REPORTS)
+if(cuda_reports)
+  list(REMOVE_DUPLICATES cuda_reports)
+  add_test(NAME cuda/resources COMMAND ${cuda_folder}/resources --brief ${cuda_reports})
+  set_tests_properties(cuda/resources PROPERTIES LABELS cuda TIMEOUT 30)
+endif()
+
 # The driver's interface as we declare it, beside the toolkit's header.
 if(XPOOL_CUDA_FOUND)
   get_filename_component(cuda_bin ${XPOOL_NVCC} DIRECTORY)

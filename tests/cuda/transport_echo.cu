@@ -54,6 +54,9 @@ struct echo_handler_t {
     {
         return poll(view);
     }
+    __device__ void answered(const transport_view_t &, int)
+    {
+    }
     __device__ void abandon(const transport_view_t &)
     {
     }
@@ -79,6 +82,9 @@ struct echo_once_t {
     __device__ int begin(const transport_view_t &view)
     {
         return poll(view);
+    }
+    __device__ void answered(const transport_view_t &, int)
+    {
     }
     __device__ void abandon(const transport_view_t &)
     {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-# The decode kernel, and router and plan of few rows, without a GPU (emulated.h). Fibers are switched in x86-64 assembly.
+# The decode kernel and the layers of few rows without a GPU (emulated.h). Fibers are switched in x86-64 assembly.
 if(NOT CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
   return()
 endif()
-foreach(name decode route)
+foreach(name decode few route)
   set(program emulated_${name})
   add_executable(${program} ${CMAKE_SOURCE_DIR}/tests/emulated/${name}_emulated.cpp
                             ${CMAKE_SOURCE_DIR}/tests/emulated/emulated.cpp)

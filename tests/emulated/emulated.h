@@ -22,6 +22,7 @@
 #define __device__
 #define __host__
 #define __global__
+#define __shared__       // entries that have such variables are not run here
 #define __forceinline__  inline
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
@@ -45,15 +46,26 @@ using std::min;
 struct uint4 {
     uint32_t x, y, z, w;
 };
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
 struct alignas(8) float2 {
     float x, y;
 };
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+static inline uint2 make_uint2(uint32_t x, uint32_t y)
+{
+    return {x, y};
+}
 static inline float2 make_float2(float x, float y)
 {
     return {x, y};
+}
+static inline float4 make_float4(float x, float y, float z, float w)
+{
+    return {x, y, z, w};
 }
 
 // When the bytes of an asynchronous copy arrive: at once, only when they are waited for, or at

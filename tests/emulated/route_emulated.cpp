@@ -10,6 +10,7 @@
 
 #include "values.h"
 
+typedef few_route_t<FEW_ROUTE_THREADS / 32> route_t;
 static ffn_cuda_signature_t signature;
 static ffn_cuda_layer_t layer;
 static bytes_t router, input, usage;
@@ -58,8 +59,8 @@ static void launch(workspace_t *w, uint32_t first, uint32_t rows, uint32_t capac
                             few_parts(capacity ? capacity : 1, FEW_ROUTE_ROWS);
     w->lane.input = input.data() + (uint64_t)first * signature.hidden * 2;
     w->lane.rows = rows;
-    emulated_run(blocks ? blocks : 1, FEW_ROUTE_THREADS, sizeof(few_route_t), EMULATED_EARLY, order,
-                 [w] { few_route(*(few_route_t *)ptx_dynamic_shared(), &w->lane); });
+    emulated_run(blocks ? blocks : 1, FEW_ROUTE_THREADS, sizeof(route_t), EMULATED_EARLY, order,
+                 [w] { few_route(*(route_t *)ptx_dynamic_shared(), &w->lane); });
     for (uint64_t counter : w->arrived)
         EMULATED_CHECK(counter == 0, "a counter is left at %llu", (unsigned long long)counter);
 }

@@ -32,6 +32,8 @@
 #undef fake_cuInit
 #undef fake_cuDeviceGetAttribute
 
+static uint64_t clock_ns(void);
+#define HOST_KERNELS_NOW_NS() clock_ns()
 #include "../unit/stage/host_kernels.h"
 #include "stage/courier.h"
 #include "stage/scheduler_steps.h"
@@ -111,7 +113,7 @@ static void *scheduler_main(void *context)
     __atomic_store_n(&scheduler_runs, false, __ATOMIC_RELEASE);
     return NULL;
 }
-static const stage_relay_t *relay_context;
+static stage_relay_t *relay_context;
 static void *relay_main(void *context)
 {
     while (!PROTOCOL_LOAD_ACQUIRE(&relay->stop)) {
@@ -191,6 +193,9 @@ static void run_relay_describe(const fake_launch_t *launch)
     memcpy(slot, launch->values[1], sizeof(*slot));
     memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
+    uint64_t *clock;
+    memcpy(&clock, launch->values[3], sizeof(clock));
+    *clock = clock_ns();
 }
 static void run_post(const fake_launch_t *launch)
 {
@@ -292,7 +297,7 @@ static const fake_kernel_t known[] = {
      {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, sizeof(transport_patience_t)}},
     {"stage_relay_describe",
      run_relay_describe,
-     {8, sizeof(stage_relay_slot_t), sizeof(mailbox_arena_t)}},
+     {8, sizeof(stage_relay_slot_t), sizeof(mailbox_arena_t), 8}},
     {"stage_relay", run_relay, {8, 8, 8}},
     {"stage_relay_nvshmem", run_relay, {8, 8, 8}},
     {"stage_courier", run_courier, {8, 8}},

@@ -137,7 +137,7 @@ static __device__ __forceinline__ void pairs_prefetch(const decode_cursor_t &c)
     const uint64_t own = (uint64_t)(lane / DECODE_PIECES) * c.size + lane % DECODE_PIECES * 16;
     const uint32_t row = lane / 2, along = c.unit + lane % 2 * 128;
     if (!c.ended && row < c.live && along < c.bytes)
-        ptx_prefetch(c.from - own + (uint64_t)row * c.size + along);
+        ptx_prefetch_line(c.from - own + (uint64_t)row * c.size + along);
 }
 
 // ---- tables --------------------------------------------------------------------------------------

@@ -8,16 +8,18 @@
  * holds the Invocation's ticket. The scheduler writes the Lane's per-Invocation fields
  * (ffn/cuda/tables.h) and its answer, then posts it one of two ways:
  *
- *   resident  up to the model's decode_rows while the lease is in force: a command in the queue
- *             of the resident decode kernel, ffn_cuda_command_post(). No host. The kernel writes
- *             `output` or `partial`, then one word of one consumer, then `done`. The rest of the
- *             answer (more consumers, slices) is the scheduler's, once `done` is there.
+ *   resident  what the lease in force takes (ffn_cuda_lease_takes): a command in the queue of the
+ *             resident kernel, ffn_cuda_command_post(). No host. The kernel writes `output` or
+ *             `partial`, then one word of one consumer, then `done`. The rest of the answer (more
+ *             consumers, slices) is the scheduler's, once `done` is there.
  *   host      everything else, and always right: a request in the host ring, in mapped host
  *             memory, ffn_cuda_request_post(). A host thread fires the Lane's captured launches;
  *             their first kernel gathers `sources`, their last one serves all consumers, then
  *             `done`.
  *
- * The lease: `lease` is written by the host only; odd = in force. The scheduler looks at it each
+ * The lease: `lease` is written by the host only; odd = in force, of the kernel that its second bit
+ * names: the decode kernel, up to the model's decode_rows, or that of few rows, from there up to
+ * few_rows. The scheduler looks at it each
  * turn (ffn_cuda_lease_look), which tells the host that no command of the old lease will follow.
  * The host ends a lease so: even number, wait for `lease_seen`, stop word of the queue; what was
  * posted before is executed. A command that finds no lease, or a kernel that has left, is refused
@@ -29,7 +31,7 @@
 #include "base/protocol_atomics.h"
 #include "ffn/cuda/tables.h"
 
-#define FFN_CUDA_DISPATCH_ABI  1u
+#define FFN_CUDA_DISPATCH_ABI  2u
 #define FFN_CUDA_MAX_LANES     32u
 #define FFN_CUDA_MAX_MODELS    64u
 #define FFN_CUDA_MAX_CONSUMERS 8u
@@ -73,7 +75,9 @@ typedef struct ffn_cuda_dispatch_lane {
 typedef struct ffn_cuda_dispatch_model {
     uint32_t first_layer, layers; /* layers 0: nothing is installed there */
     uint32_t hidden, dtype;       /* ffn_cuda_dtype_t */
-    uint32_t decode_rows;         /* most rows that the resident kernel takes of any layer of it */
+    uint32_t decode_rows;         /* most rows that the decode kernel takes of any layer of it */
+    uint32_t few_rows;            /* likewise the resident kernel of few rows; or 0 */
+    uint32_t reserved;
 } ffn_cuda_dispatch_model_t;
 
 /* One request to the host thread, one cache line. */
@@ -104,7 +108,7 @@ typedef struct ffn_cuda_dispatch {
     uint32_t reserved[2];
     const ffn_cuda_layer_t *layers;
     ffn_cuda_queue_t *queue;
-    const uint32_t *lease;   /* device memory; odd = in force */
+    const uint32_t *lease;   /* device memory: ffn_cuda_lease_few() */
     const uint32_t *failure; /* device memory; an xp_status_t once the runtime has failed */
     ffn_cuda_ring_t *ring;
     ffn_cuda_dispatch_lane_t lanes[FFN_CUDA_MAX_LANES];
@@ -135,6 +139,23 @@ PROTOCOL_FUNCTION int ffn_cuda_lease_look(const ffn_cuda_dispatch_t *dispatch,
     return lease % 2 == 1 && !poster->left;
 }
 
+/* Whether a lease of that number is of the kernel of few rows; even ones are of none. */
+PROTOCOL_FUNCTION int ffn_cuda_lease_few(uint32_t lease)
+{
+    return lease % 4 == 3;
+}
+
+/* Not 0 when the kernel of the scheduler's lease is for Invocations of so many rows. decode_rows,
+ * few_rows: of their model. Each kernel has rows of its own, so that a row decodes to the same bits
+ * under any lease. */
+PROTOCOL_FUNCTION int ffn_cuda_lease_takes(const ffn_cuda_poster_t *poster, uint32_t rows,
+                                           uint32_t decode_rows, uint32_t few_rows)
+{
+    if (ffn_cuda_lease_few(poster->lease))
+        return rows > decode_rows && rows <= few_rows;
+    return poster->lease % 2 == 1 && rows <= decode_rows;
+}
+
 /* What a Lane's per-Invocation fields are. */
 typedef struct ffn_cuda_invocation {
     uint32_t layer, rows;
@@ -143,12 +164,13 @@ typedef struct ffn_cuda_invocation {
     float *partial;
 } ffn_cuda_invocation_t;
 
-/* Posts the filled Lane, whose fields are also in `given`, to the resident kernel. `ticket` is its
- * answer's; `word` gets `value` when the rows are written (one consumer), or is NULL. 0: refused;
- * nothing was posted, the host ring takes it. The queue is never full: it has more entries than
- * there are Lanes, so an entry holds the command of the round before, and needs no look. acq_rel:
- * pairs with the kernel's acquire of the entry; a kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into
- * the entry it waits for, so exactly one of the two happens. */
+/* Posts the filled Lane, whose fields are also in `given`, to the resident kernel, which has to
+ * take it (ffn_cuda_lease_takes). `ticket` is its answer's; `word` gets `value` when the rows are
+ * written (one consumer), or is NULL. 0: refused; nothing was posted, the host ring takes it. The
+ * queue is never full: it has more entries than there are Lanes, so an entry holds the command of
+ * the round before, and needs no look. acq_rel: pairs with the kernel's acquire of the entry; a
+ * kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into the entry it waits for, so exactly one of the
+ * two happens. */
 PROTOCOL_FUNCTION int ffn_cuda_invocation_post(const ffn_cuda_dispatch_t *dispatch,
                                                ffn_cuda_poster_t *poster, uint32_t lane,
                                                const ffn_cuda_invocation_t *given, uint64_t ticket,

@@ -21,8 +21,9 @@
 #define FEW_SLOT_BYTES(tiles) (FEW_SLOT_STEPS * (4u + (tiles)) * FEW_CHUNK_BYTES)
 #define FEW_SLOTS(tiles)      (FEW_RING_BYTES / FEW_SLOT_BYTES(tiles))
 
-#define FEW_ROUTE_THREADS 512u /* an expert a thread, where they are counted */
-#define FEW_ROUTE_EXPERTS 16u  /* of a router block */
+#define FEW_ROUTE_THREADS 512u /* of the router's own launch */
+#define FEW_ROUTE_PARTS   16u  /* that the inner dimension of a logit is cut into */
+#define FEW_ROUTE_EXPERTS 16u  /* of a router's unit */
 #define FEW_ROUTE_ROWS    8u
 #define FEW_ROUTE_ARRIVED (1u + FEW_ROWS_MOST / FEW_ROUTE_ROWS) /* counters of arrivals */
 #endif

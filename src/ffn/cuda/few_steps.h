@@ -173,7 +173,7 @@ PROTOCOL_FUNCTION void few_tiles_write(ffn_cuda_tile_t *tiles, uint32_t expert, 
         tile.part = expert;
         tile.first = (before & 0xffff) + done;
         tile.rows = pairs - done < FEW_TILE_ROWS ? pairs - done : FEW_TILE_ROWS;
-        tile.reserved = 0;
+        tile.acted = 0;
         tiles[(before >> 16) + done / FEW_TILE_ROWS] = tile;
     }
 }

@@ -5,6 +5,8 @@
  */
 #include "ffn/cuda/kernels.h"
 
+#include <string.h>
+
 #include "ffn/cuda/bulk_shape.h"
 #include "ffn/cuda/decode_shape.h"
 
@@ -13,14 +15,16 @@ CUDA_IMAGE_DECLARE(ffn_bulk);
 CUDA_IMAGE_DECLARE(ffn_grouped);
 CUDA_IMAGE_DECLARE(ffn_few);
 
+_Static_assert(FFN_KERNEL_BULK_PLAN == FFN_KERNEL_BULK_ROUTE + BULK_ROUTE_SIZES, "routers");
+
 #define KERNELS_ALIGNMENT  256u
 #define KERNELS_SHARE_MOST 1.11 /* times the equal share */
 
 static const char *const kernels_names[FFN_KERNEL_COUNT] = {
-    [FFN_KERNEL_BULK_BEGIN] = "ffn_bulk_begin",
-    [FFN_KERNEL_BULK_ROUTE] = "ffn_bulk_route",
+    [FFN_KERNEL_BULK_ROUTE] = "ffn_bulk_route_8",
+    [FFN_KERNEL_BULK_ROUTE + 1] = "ffn_bulk_route_16",
+    [FFN_KERNEL_BULK_ROUTE + 2] = "ffn_bulk_route_32",
     [FFN_KERNEL_BULK_PLAN] = "ffn_bulk_plan",
-    [FFN_KERNEL_BULK_PLACE] = "ffn_bulk_place",
     [FFN_KERNEL_BULK_REDUCE] = "ffn_bulk_reduce",
     [FFN_KERNEL_REDUCE] = "ffn_reduce",
     [FFN_KERNEL_ACTIVATE] = "ffn_activate",
@@ -32,12 +36,27 @@ static const char *const kernels_names[FFN_KERNEL_COUNT] = {
     [FFN_KERNEL_FEW_ROUTE] = "ffn_few_route",
     [FFN_KERNEL_FEW_BF16] = "ffn_few_bf16",
     [FFN_KERNEL_FEW_F16] = "ffn_few_f16",
+    [FFN_KERNEL_FEW_RESIDENT] = "ffn_few_resident",
 };
 
 static xp_status_t kernels_shared(const ffn_cuda_kernels_t *kernels, uint32_t which, uint32_t bytes)
 {
     return CUDA_CALL(kernels->device->driver, cuFuncSetAttribute, kernels->function[which],
                      CUDA_FUNCTION_MAX_DYNAMIC_SHARED_BYTES, (int)bytes);
+}
+
+/* Boxes of the grouped products' stages; where they lie and how large the matrix is, the device
+ * replaces. */
+static xp_status_t kernels_map(const cuda_device_t *device, ffn_cuda_map_t *map_out)
+{
+    const uint64_t size[2] = {GROUPED_DEPTH, GROUPED_BOX_ROWS}, pitch[1] = {GROUPED_DEPTH * 2};
+    const uint32_t box[2] = {GROUPED_DEPTH, GROUPED_BOX_ROWS}, step[2] = {1, 1};
+    cuda_tensor_map_t map;
+    XP_TRY(CUDA_CALL(device->driver, cuTensorMapEncodeTiled, &map, CUDA_MAP_UINT16, 2, NULL, size,
+                     pitch, box, step, CUDA_MAP_NOT_INTERLEAVED, CUDA_MAP_SWIZZLE_128,
+                     CUDA_MAP_L2_128, CUDA_MAP_FILL_ZEROS));
+    memcpy(map_out, &map, sizeof(*map_out));
+    return XP_OK;
 }
 
 static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
@@ -58,10 +77,13 @@ static xp_status_t kernels_prepare(ffn_cuda_kernels_t *kernels)
                        "%s takes %d registers a thread; with more than %u nobody else's kernels "
                        "would start beside it",
                        kernels_names[FFN_KERNEL_DECODE], registers, DECODE_MOST_REGISTERS);
-    XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE, BULK_ROUTE_BYTES(FFN_CUDA_MAX_EXPERTS)));
+    for (uint32_t i = 0; i < BULK_ROUTE_SIZES; i++)
+        XP_TRY(kernels_shared(kernels, FFN_KERNEL_BULK_ROUTE + i,
+                              BULK_ROUTE_BYTES(i, FFN_CUDA_MAX_EXPERTS)));
+    XP_TRY(kernels_map(device, &kernels->map));
     for (uint32_t i = FFN_KERNEL_GATE_BF16; i <= FFN_KERNEL_DOWN_F16; i++)
         XP_TRY(kernels_shared(kernels, i, GROUPED_SHARED_BYTES));
-    for (uint32_t i = FFN_KERNEL_FEW_BF16; i <= FFN_KERNEL_FEW_F16; i++)
+    for (uint32_t i = FFN_KERNEL_FEW_BF16; i <= FFN_KERNEL_FEW_RESIDENT; i++)
         XP_TRY(kernels_shared(kernels, i, FEW_SHARED_BYTES));
     return XP_OK;
 }
@@ -235,8 +257,6 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
     if (w->max_tiles < kernels_tiles(limits, few, FEW_TILE_ROWS))
         w->max_tiles = kernels_tiles(limits, few, FEW_TILE_ROWS);
     w->counts = kernels_take(&carve, limits->experts * sizeof(uint32_t));
-    w->offsets = kernels_take(&carve, (limits->experts + 1) * sizeof(uint32_t));
-    w->filled = kernels_take(&carve, limits->experts * sizeof(uint32_t));
     w->tile_count = kernels_take(&carve, 2 * sizeof(uint32_t));
     w->arrived = kernels_take(&carve, FEW_ROUTE_ARRIVED * sizeof(w->arrived[0]));
     w->chosen = kernels_take(&carve, pairs * sizeof(uint32_t));
@@ -244,6 +264,8 @@ static uint64_t kernels_carve(const ffn_cuda_limits_t *limits, cuda_address_t ba
     w->pair_at = kernels_take(&carve, pairs * sizeof(uint32_t));
     w->row_ids = kernels_take(&carve, pairs * sizeof(uint32_t));
     w->tiles = kernels_take(&carve, w->max_tiles * sizeof(ffn_cuda_tile_t));
+    w->taken = kernels_take(&carve, 2 * sizeof(uint32_t));
+    w->maps = kernels_take(&carve, FFN_CUDA_MAPS(limits->experts) * sizeof(ffn_cuda_map_t));
     w->activations = kernels_take(&carve, rows * limits->row_elements * 2);
     w->products = kernels_take(&carve, (pairs + rows) * limits->hidden * sizeof(float));
     return carve.used;
@@ -290,6 +312,15 @@ xp_status_t ffn_cuda_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t 
                               bool look_ahead, cuda_stream_t stream)
 {
     return kernels_decode_launch(kernels, 0, queue, look_ahead, stream);
+}
+
+xp_status_t ffn_cuda_few_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
+                                  cuda_stream_t stream)
+{
+    void *parameters[] = {&queue};
+    return CUDA_CALL(kernels->device->driver, cuLaunchCooperativeKernel,
+                     kernels->function[FFN_KERNEL_FEW_RESIDENT], kernels->blocks, 1, 1, FEW_THREADS,
+                     1, 1, FEW_SHARED_BYTES, stream, parameters);
 }
 
 /* Elements of the activations that one row has. */
@@ -343,6 +374,15 @@ static uint32_t kernels_blocks(const ffn_cuda_kernels_t *kernels, uint32_t block
     return blocks == 0 || blocks > kernels->blocks ? kernels->blocks : blocks;
 }
 
+uint32_t ffn_cuda_route_size(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows)
+{
+    uint32_t size = 0;
+    while (size + 1 < BULK_ROUTE_SIZES &&
+           kernels_parts(capacity_rows, BULK_ROUTE_ROWS(size)) > kernels->blocks)
+        size++;
+    return size;
+}
+
 xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
                                   const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
                                   uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
@@ -353,19 +393,17 @@ xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
     const uint64_t macs = kernels_width(signature) * signature->hidden * capacity_rows;
     kernels_sequence_t sequence = {.kernels = kernels, .stream = stream, .watch = watch};
     void *parameters[] = {&lane};
+    const uint32_t size = ffn_cuda_route_size(kernels, capacity_rows);
+    void *plan[] = {&lane, (void *)&kernels->map};
     blocks = kernels_blocks(kernels, blocks);
-    if (signature->experts) {
-        kernels_next(&sequence, "begin", FFN_KERNEL_BULK_BEGIN, 1, BULK_PLAN_THREADS, 0,
-                     parameters);
-        if (capacity_rows)
-            kernels_next(&sequence, "router", FFN_KERNEL_BULK_ROUTE,
-                         kernels_parts(capacity_rows, BULK_ROUTE_ROWS), BULK_THREADS,
-                         BULK_ROUTE_BYTES(signature->experts), parameters);
-    }
-    kernels_next(&sequence, "plan", FFN_KERNEL_BULK_PLAN, 1, BULK_PLAN_THREADS, 0, parameters);
     if (pairs)
-        kernels_next(&sequence, "sort", FFN_KERNEL_BULK_PLACE, kernels_parts(pairs, BULK_THREADS),
-                     BULK_THREADS, 0, parameters);
+        kernels_next(&sequence, "router", FFN_KERNEL_BULK_ROUTE + size,
+                     kernels_parts(capacity_rows, BULK_ROUTE_ROWS(size)), BULK_ROUTE_THREADS,
+                     BULK_ROUTE_BYTES(size, signature->experts), parameters);
+    kernels_next(&sequence, "plan", FFN_KERNEL_BULK_PLAN,
+                 1 + kernels_parts(pairs, BULK_PLAN_THREADS) +
+                     BULK_PLAN_MAP_BLOCKS(signature->experts),
+                 BULK_PLAN_THREADS, 0, plan);
     kernels_shares(&sequence, "gate", half ? FFN_KERNEL_GATE_F16 : FFN_KERNEL_GATE_BF16, 2 * macs,
                    blocks, lane);
     kernels_shares(&sequence, "down", half ? FFN_KERNEL_DOWN_F16 : FFN_KERNEL_DOWN_BF16, macs,

@@ -17,10 +17,8 @@
 #define FFN_CUDA_CAPABILITY 90 /* compute capability 9.0; no other device runs them */
 
 enum {
-    FFN_KERNEL_BULK_BEGIN = 0,
-    FFN_KERNEL_BULK_ROUTE,
-    FFN_KERNEL_BULK_PLAN,
-    FFN_KERNEL_BULK_PLACE,
+    FFN_KERNEL_BULK_ROUTE = 0, /* and the two larger ones, BULK_ROUTE_SIZES in all */
+    FFN_KERNEL_BULK_PLAN = FFN_KERNEL_BULK_ROUTE + 3,
     FFN_KERNEL_BULK_REDUCE,
     FFN_KERNEL_REDUCE,
     FFN_KERNEL_ACTIVATE,
@@ -32,6 +30,7 @@ enum {
     FFN_KERNEL_FEW_ROUTE,
     FFN_KERNEL_FEW_BF16,
     FFN_KERNEL_FEW_F16,
+    FFN_KERNEL_FEW_RESIDENT,
     FFN_KERNEL_COUNT
 };
 
@@ -39,7 +38,8 @@ typedef struct ffn_cuda_kernels {
     const cuda_device_t *device;
     cuda_module_t decode, bulk, grouped, few;
     cuda_function_t function[FFN_KERNEL_COUNT];
-    uint32_t blocks; /* of the cooperative and persistent grids: one a multiprocessor */
+    ffn_cuda_map_t map; /* the form of all maps of the grouped products */
+    uint32_t blocks;    /* of the cooperative and persistent grids: one a multiprocessor */
 } ffn_cuda_kernels_t;
 
 /* Loads all kernels and checks that the decode grid fits. XP_UNSUPPORTED: not a device of compute
@@ -115,6 +115,8 @@ typedef struct ffn_cuda_watch {
 xp_status_t ffn_cuda_bulk(const ffn_cuda_kernels_t *kernels, const ffn_cuda_signature_t *signature,
                           uint32_t capacity_rows, uint32_t blocks, cuda_address_t lane,
                           cuda_stream_t stream);
+/* Of the router's launches for that many rows: FFN_KERNEL_BULK_ROUTE + it. */
+uint32_t ffn_cuda_route_size(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows);
 xp_status_t ffn_cuda_bulk_watched(const ffn_cuda_kernels_t *kernels,
                                   const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
                                   uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
@@ -132,6 +134,11 @@ xp_status_t ffn_cuda_few_watched(const ffn_cuda_kernels_t *kernels,
                                  const ffn_cuda_signature_t *signature, uint32_t capacity_rows,
                                  uint32_t blocks, cuda_address_t lane, cuda_stream_t stream,
                                  const ffn_cuda_watch_t *watch);
+
+/* The resident kernel of few rows over `queue`, as ffn_cuda_resident(): commands of up to
+ * ffn_cuda_few_rows() rows, with the bits of ffn_cuda_few(). */
+xp_status_t ffn_cuda_few_resident(const ffn_cuda_kernels_t *kernels, cuda_address_t queue,
+                                  cuda_stream_t stream);
 
 /* output = partials[0] + ... of the Lane, in that order, in FP32, cast once. */
 xp_status_t ffn_cuda_reduce(const ffn_cuda_kernels_t *kernels, uint32_t capacity_rows,

@@ -74,21 +74,25 @@ static __device__ __forceinline__ void ptx_fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
-// Without order; answers the value before.
-static __device__ __forceinline__ uint64_t ptx_add_answered(uint64_t *word, uint64_t value)
+static __device__ __forceinline__ void ptx_store_release(uint64_t *word, uint64_t value)
 {
-    uint64_t before;
-    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
-                 : "=l"(before)
-                 : "l"(word), "l"(value)
-                 : "memory");
-    return before;
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 // Acquire and release at device scope; answers the value before.
 static __device__ __forceinline__ uint64_t ptx_add_acq_rel(uint64_t *word, uint64_t value)
 {
     uint64_t before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(word), "l"(value)
+                 : "memory");
+    return before;
+}
+// At device scope, in no order with others.
+static __device__ __forceinline__ uint64_t ptx_add_answered(uint64_t *word, uint64_t value)
+{
+    uint64_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(before)
                  : "l"(word), "l"(value)
                  : "memory");
@@ -103,6 +107,16 @@ static __device__ __forceinline__ void ptx_add_relaxed(uint32_t *word, uint32_t 
 {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+static __device__ __forceinline__ void ptx_add_release(uint32_t *word, uint32_t value)
+{
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+static __device__ __forceinline__ uint32_t ptx_load_acquire(const uint32_t *word)
+{
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
 static __device__ __forceinline__ uint64_t ptx_swap_if_system(uint64_t *word, uint64_t expected,
                                                               uint64_t value)
 {
@@ -114,6 +128,14 @@ static __device__ __forceinline__ uint64_t ptx_swap_if_system(uint64_t *word, ui
     return before;
 }
 
+// Brings it to L2; address and size are multiples of 16 bytes.
+static __device__ __forceinline__ void ptx_prefetch(const void *address, uint32_t bytes)
+{
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
+
 // 16 bytes. Unlike those of __ldg() they are read before the barriers that follow.
 static __device__ __forceinline__ uint4 ptx_load(const void *address)
 {
@@ -122,6 +144,13 @@ static __device__ __forceinline__ uint4 ptx_load(const void *address)
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(address)
                  : "memory");
+    return v;
+}
+
+static __device__ __forceinline__ uint32_t ptx_load_word(const void *address)
+{
+    uint32_t v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
     return v;
 }
 
@@ -156,7 +185,7 @@ static __device__ __forceinline__ uint4 ptx_load_l2_if(const void *address, bool
 }
 
 // Asks for a line to come into L2.
-static __device__ __forceinline__ void ptx_prefetch(const void *address)
+static __device__ __forceinline__ void ptx_prefetch_line(const void *address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
@@ -168,6 +197,12 @@ static __device__ __forceinline__ void ptx_copy_sixteen(uint32_t to, const void 
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
                  "l"(from), "r"(bytes), "l"(policy)
+                 : "memory");
+}
+// Of what is read again soon.
+static __device__ __forceinline__ void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
 // For small constant tables.
@@ -297,9 +332,50 @@ static __device__ __forceinline__ void ptx_bulk_load_stream(uint32_t to, const v
                  "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                  : "memory");
 }
+// Of a tensor map of two dimensions: the box that begins at element x of row y, zeros past its ends.
+static __device__ __forceinline__ void ptx_map_load(uint32_t to, const void *map, uint32_t x, uint32_t y,
+                                                    uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y)
+                 : "memory");
+}
+// Before the first load by a map that an earlier kernel has written.
+static __device__ __forceinline__ void ptx_map_acquire(const void *map)
+{
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
 static __device__ __forceinline__ void ptx_fence_proxy_shared()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Of a map in shared memory: `rows` rows of `along` elements of 16 bits, one after the other.
+static __device__ __forceinline__ void ptx_map_replace(uint32_t map, const void *from, uint32_t along,
+                                                       uint32_t rows)
+{
+    asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(map),
+                 "l"(from)
+                 : "memory");
+    asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" ::"r"(map),
+                 "r"(along)
+                 : "memory");
+    asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" ::"r"(map),
+                 "r"(rows)
+                 : "memory");
+    asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;" ::"r"(map),
+                 "l"((uint64_t)along * 2)
+                 : "memory");
+}
+// A warp: from shared memory to where later kernels load by it.
+static __device__ __forceinline__ void ptx_map_publish(void *to, uint32_t map)
+{
+    asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+                 "[%0], [%1], 128;" ::"l"(to),
+                 "r"(map)
+                 : "memory");
 }
 #endif
 #endif

@@ -97,8 +97,16 @@ typedef struct ffn_cuda_tile {
     uint32_t part;
     uint32_t first; /* row of `activations` (routed pairs in expert order, then the shared rows) */
     uint32_t rows;
-    uint32_t reserved;
+    uint32_t acted; /* resident kernel of few rows: items of gate that are written; 0 at first */
 } ffn_cuda_tile_t;
+
+/* A tensor map, as the driver encodes it. */
+typedef struct ffn_cuda_map {
+    uint64_t words[16];
+} ffn_cuda_map_t;
+/* Of a layer: gate, up and down of each expert and of the part behind them; activations of routed
+ * pairs, and of that part. */
+#define FFN_CUDA_MAPS(experts) (((experts) + 1) * 3 + 2)
 
 /* Buffers of one Lane in device memory, carved by ffn_cuda_workspace_carve(). */
 typedef struct ffn_cuda_workspace {
@@ -112,27 +120,29 @@ typedef struct ffn_cuda_workspace {
     uint32_t (*cycles)[FFN_CUDA_MAX_BLOCKS];
     /* NULL, or [FFN_CUDA_TRACE_MARKS]: to each mark every block adds the nanoseconds since it saw
      * the command: its words read, logits written, all logits seen, experts known, gate and up
-     * done, all activations seen, down done, rows visible. Only for measuring; the resident
-     * kernels. */
+     * done, all activations seen, down done, rows visible. The kernel of few rows: words read,
+     * logits written, plan seen, a warp done, all its products written, everybody's seen, none,
+     * rows visible. Only for measuring; the resident kernels. */
     uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS];
     uint64_t *logits;         /* [rows][experts]: FP32 below, the Invocation's number above */
     void *decode_activations; /* [rows][decode_pitch] 16-bit */
     uint64_t decode_pitch;    /* elements: chosen experts * intermediate + shared */
     /* bulk: at most bulk_rows rows */
     uint32_t bulk_rows, max_tiles;
-    uint32_t *counts;     /* [experts] pairs of each expert */
-    uint32_t *offsets;    /* [experts + 1] first pair of each expert */
-    uint32_t *filled;     /* [experts] pairs placed so far */
+    uint32_t *counts;     /* [experts] pairs of each expert; 0 between Invocations */
     uint32_t *tile_count; /* [2]: tiles of routed pairs, tiles of the shared part */
     uint64_t *arrived;    /* [FEW_ROUTE_ARRIVED]: of ffn_few_route(), 0 between launches: groups of
                              rows that have chosen; blocks of each group */
     uint32_t *chosen;     /* [rows][top_k] experts, ascending */
     float *weights;       /* [rows][top_k] in that order */
-    uint32_t *pair_at;    /* [rows][top_k] position of that pair in expert order */
-    uint32_t *row_ids;    /* [pairs] row of the pair at that position */
+    uint32_t *pair_at; /* [rows][top_k] position of that pair in expert order; until it is planned,
+                          inside its expert */
+    uint32_t *row_ids; /* [pairs] row of the pair at that position */
     ffn_cuda_tile_t *tiles;
-    void *activations; /* routed [pairs][intermediate], then shared [rows][shared]; 16-bit */
-    float *products;   /* [pairs + rows][hidden] */
+    uint32_t *taken;      /* [2]: pieces of work of gate, of down */
+    ffn_cuda_map_t *maps; /* [FFN_CUDA_MAPS(experts)] */
+    void *activations;    /* routed [pairs][intermediate], then shared [rows][shared]; 16-bit */
+    float *products;      /* [pairs + rows][hidden] */
 } ffn_cuda_workspace_t;
 
 /* An Executor Lane on this device. */
@@ -214,6 +224,16 @@ typedef struct ffn_cuda_queue {
     ffn_cuda_command_t entries[FFN_CUDA_QUEUE_ENTRIES];
     uint64_t answered; /* commands done */
     uint64_t pad0[15];
+    /* The resident kernel of few rows: by which its blocks meet within a command.
+     * planned: the latest plan's command, counted from 1 on over those with rows, above its tiles:
+     * of the last part in 8 bits, of routed pairs in 16. multiplied: blocks whose products are
+     * written, over all commands. */
+    uint64_t planned;
+    uint64_t pad2[15];
+    uint64_t multiplied;
+    uint64_t pad3[15];
+    uint64_t taken; /* items of the command's products, after each warp's first; 0 before it */
+    uint64_t pad4[15];
     uint32_t stop; /* not 0: leave without a command (failure, shutdown) */
     uint32_t pad1[29];
     ffn_cuda_counters_t *counters; /* written with the zeroes, before the lease; or NULL */

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__((TRANSPORT_RESIDENT_SLOTS + 1) * 32
 }
 
 extern "C" __global__ void stage_relay_describe(stage_relay_slot_t *slot, stage_relay_slot_t value,
-                                                mailbox_arena_t header)
+                                                mailbox_arena_t header, uint64_t *clock_ns)
 {
-    relay_describe(slot, value, header);
+    relay_describe(slot, value, header, clock_ns);
 }

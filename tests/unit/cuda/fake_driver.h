@@ -266,6 +266,15 @@ static int fake_cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, cuda_fu
     *blocks = 1;
     return 0;
 }
+static int fake_cuTensorMapEncodeTiled(cuda_tensor_map_t *map, int type, uint32_t rank,
+                                       void *address, const uint64_t *size, const uint64_t *pitch,
+                                       const uint32_t *box, const uint32_t *step, int interleave,
+                                       int swizzle, int l2, int fill)
+{
+    FAKE_CALL(cuTensorMapEncodeTiled);
+    memset(map, 0, sizeof(*map));
+    return 0;
+}
 static int fake_cuLaunchKernel(cuda_function_t function, unsigned gx, unsigned gy, unsigned gz,
                                unsigned bx, unsigned by, unsigned bz, unsigned shared,
                                cuda_stream_t stream, void **parameters, void **extra)

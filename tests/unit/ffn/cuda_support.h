@@ -237,6 +237,8 @@ static struct fake_resident {
     pthread_mutex_t lock;
     ffn_cuda_queue_t *queue; /* NULL: it is not there */
     uint64_t sequence;
+    bool few;             /* which one it is */
+    uint32_t commands[2]; /* executed, by the decode kernel and that of few rows */
 } fake_resident = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Without a queue: one Lane's layer. */
@@ -251,6 +253,17 @@ static void fake_run_one_or_resident(const fake_launch_t *launch)
     pthread_mutex_lock(&fake_resident.lock);
     fake_resident.queue = FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 1);
     fake_resident.sequence = 1;
+    fake_resident.few = false;
+    pthread_mutex_unlock(&fake_resident.lock);
+}
+
+static void fake_run_few_resident(const fake_launch_t *launch)
+{
+    fake_stuck += __atomic_load_n(&fake_decoding, __ATOMIC_ACQUIRE);
+    pthread_mutex_lock(&fake_resident.lock);
+    fake_resident.queue = FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 0);
+    fake_resident.sequence = 1;
+    fake_resident.few = true;
     pthread_mutex_unlock(&fake_resident.lock);
 }
 
@@ -258,6 +271,10 @@ static void fake_resident_command(ffn_cuda_queue_t *queue, const ffn_cuda_comman
 {
     ffn_cuda_record_t record;
     const uint64_t began = xp_monotonic_ns();
+    const uint32_t rows = command->lane->rows;
+    assert_true(fake_resident.few ? rows > FFN_CUDA_DENSE_ROWS && rows <= FEW_ROWS_MOST
+                                  : rows <= FFN_CUDA_DENSE_ROWS);
+    fake_resident.commands[fake_resident.few]++;
     fake_layer(command->lane);
     __atomic_store_n(&queue->answered, fake_resident.sequence, __ATOMIC_RELEASE);
     if (command->answer)
@@ -308,10 +325,10 @@ static bool fake_busy(cuda_stream_t stream)
 
 static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_decode", fake_run_one_or_resident, {8, 8, 4}},
-    {"ffn_bulk_begin", fake_run_nothing, {8}},
-    {"ffn_bulk_route", fake_run_nothing, {8}},
-    {"ffn_bulk_plan", fake_run_nothing, {8}},
-    {"ffn_bulk_place", fake_run_nothing, {8}},
+    {"ffn_bulk_route_8", fake_run_nothing, {8}},
+    {"ffn_bulk_route_16", fake_run_nothing, {8}},
+    {"ffn_bulk_route_32", fake_run_nothing, {8}},
+    {"ffn_bulk_plan", fake_run_nothing, {8, sizeof(ffn_cuda_map_t)}},
     {"ffn_bulk_reduce", fake_run_bulk_reduce, {8}},
     {"ffn_reduce", fake_run_nothing, {8}},
     {"ffn_activate", fake_run_nothing, {8, 8, 8, 4, 4}},
@@ -322,6 +339,7 @@ static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_few_route", fake_run_nothing, {8}},
     {"ffn_few_bf16", fake_run_few, {8, 4}},
     {"ffn_few_f16", fake_run_few, {8, 4}},
+    {"ffn_few_resident", fake_run_few_resident, {8}},
     {"ffn_gather", fake_run_gather, {8, 8, 8}},
     {"ffn_piece", fake_run_piece, {8, 8, 4, 4}},
     {"ffn_publish", fake_run_publish, {sizeof(ffn_cuda_publishing_t)}},
@@ -335,6 +353,7 @@ static inline void fake_ffn_reset(void)
     fake_reset(fake_ffn_kernels, sizeof(fake_ffn_kernels) / sizeof(fake_ffn_kernels[0]));
     fake.busy = fake_busy;
     fake_resident.queue = NULL;
+    fake_resident.commands[0] = fake_resident.commands[1] = 0;
     fake_decodes = fake_bulks = fake_pieces = fake_fews = 0;
     fake_decoding = fake_stuck = 0;
     fake_device_breaks = false;

@@ -3,6 +3,7 @@
  * What the kernels of module stage do with rows, by one host thread: put, take, and a round of the
  * relay. The decisions are those of the headers that the GPU runs; here is only the copying.
  * HOST_KERNELS_AT: where a PE's memory is in this process; by default where the address says.
+ * HOST_KERNELS_NOW_NS: the device's clock.
  */
 #ifndef XPOOL_TESTS_HOST_KERNELS_H
 #define XPOOL_TESTS_HOST_KERNELS_H
@@ -15,6 +16,9 @@
 #include "stage/records.h"
 #include "stage/relay.h"
 
+#ifndef HOST_KERNELS_NOW_NS
+#define HOST_KERNELS_NOW_NS() 0
+#endif
 #ifndef HOST_KERNELS_AT
 #define HOST_KERNELS_AT(address, pe) ((char *)(uintptr_t)(address))
 #endif
@@ -47,8 +51,7 @@ static void host_take(const stage_take_t *take, transport_device_state_t *state,
 
 static bool host_relay_busy[TRANSPORT_RESIDENT_SLOTS];
 /* A round of a slot's warp: cuda_resident.cuh with the handler of relay.cu. */
-static void host_relay_round(transport_resident_t *table, const stage_relay_t *relay,
-                             uint32_t index)
+static void host_relay_round(transport_resident_t *table, stage_relay_t *relay, uint32_t index)
 {
     transport_slot_t *slot = &table->slot[index];
     const stage_relay_slot_t *own = &relay->slot[index];
@@ -73,6 +76,8 @@ static void host_relay_round(transport_resident_t *table, const stage_relay_t *r
         before += request.dp_rows[i];
     if (!host_relay_busy[index]) {
         host_relay_busy[index] = true;
+        if (own->observed)
+            relay->began_ns[index] = HOST_KERNELS_NOW_NS();
         for (uint32_t left = group; left; left &= left - 1) {
             uint32_t f = fabric_group_first(left);
             char *input = HOST_KERNELS_AT(own->input[f], own->pe[f]);
@@ -100,5 +105,8 @@ static void host_relay_round(transport_resident_t *table, const stage_relay_t *r
     slot->answered = request.sequence;
     slot->requests++;
     mailbox_response_publish(arena, request.sequence, status);
+    if (own->observed && status == XP_OK)
+        stage_relay_record(relay, index, request.sequence, request.layer, request.rows,
+                           request.kind, HOST_KERNELS_NOW_NS());
 }
 #endif

@@ -26,12 +26,14 @@
 
 #define HOST_KERNELS_AT(address, pe)                                                               \
     (heap_memory ? at_pe(address, pe) : (char *)(uintptr_t)(address))
+#define HOST_KERNELS_NOW_NS() xp_monotonic_ns()
 #include "host_kernels.h"
 
-#define HIDDEN 16
-#define ROWS   8
-#define LAYERS 4
-#define SOON   (xp_monotonic_ns() + 5 * XP_NS_PER_S)
+#define HIDDEN  16
+#define ROWS    8
+#define LAYERS  4
+#define RECORDS 16u /* of the relay, for the observers */
+#define SOON    (xp_monotonic_ns() + 5 * XP_NS_PER_S)
 
 /* In place of the device code, so that these tests need no nvcc. */
 static const unsigned char code[1];
@@ -222,7 +224,7 @@ static void scheduler_turns(int index)
 }
 
 static transport_resident_t *relay_table;
-static const stage_relay_t *relay;
+static stage_relay_t *relay;
 static void run_relay(const fake_launch_t *launch)
 {
     relay_table = fake_pointer(launch, 0);
@@ -235,6 +237,7 @@ static void run_relay_describe(const fake_launch_t *launch)
     memcpy(slot, launch->values[1], sizeof(*slot));
     memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
+    *(uint64_t *)fake_pointer(launch, 3) = HOST_KERNELS_NOW_NS();
 }
 static void step(void)
 {
@@ -275,7 +278,7 @@ static const fake_kernel_t kernels[] = {
     {"stage_courier", run_courier, {8, 8}},
     {"stage_relay_describe",
      run_relay_describe,
-     {8, sizeof(stage_relay_slot_t), sizeof(mailbox_arena_t)}},
+     {8, sizeof(stage_relay_slot_t), sizeof(mailbox_arena_t), 8}},
     {"transport_put", run_nothing, {8}},
     {"transport_wait", run_nothing, {8}},
     {"transport_take", run_nothing, {8}},
@@ -463,7 +466,7 @@ static xp_status_t make_all(void)
         XP_TRY(stage_ffn_start(ffn[f]));
     XP_TRY(make_clients());
     if (path == STAGE_RELAY)
-        XP_TRY(stage_atn_create(&device, &plan, 0, &life, heaps[0], &atn));
+        XP_TRY(stage_atn_create(&device, &plan, 0, &life, heaps[0], RECORDS, &atn));
     XP_TRY(attach_ffns());
     XP_TRY(open_stages());
     for (uint32_t r = 0; path == STAGE_RELAY && r < fabric_plan_ranks(&plan.instances[0]); r++)

@@ -22,6 +22,8 @@
 #define RIG_LAYERS    8
 #define RIG_LANES     2
 #define RIG_TOTAL     (RIG_ROWS * RIG_RANKS)
+#define RIG_DECODE    3 /* rows of the decode kernel, then of that of few rows */
+#define RIG_FEW       20
 
 typedef struct rig_arena {
     _Alignas(4096) char bytes[4096 + 2 * 4096 + RIG_FFN * 4096];
@@ -118,7 +120,8 @@ static inline void rig_dispatch_make(rig_ffn_t *ffn)
     for (uint32_t i = 0; i < RIG_INSTANCES; i++)
         ffn->dispatch->models[i] = (ffn_cuda_dispatch_model_t){.first_layer = i * RIG_LAYERS,
                                                                .layers = RIG_LAYERS,
-                                                               .decode_rows = FFN_CUDA_DENSE_ROWS};
+                                                               .decode_rows = RIG_DECODE,
+                                                               .few_rows = RIG_FEW};
 }
 
 /* Executes the Lane as member `member` would; host: and serves all consumers. */

@@ -27,7 +27,8 @@ static xp_status_t next_generation(void)
     for (uint32_t f = 0; f < 2; f++)
         XP_TRY_GOTO(status, done, stage_ffn_start(ffn[f]));
     if (path == STAGE_RELAY)
-        XP_TRY_GOTO(status, done, stage_atn_create(&device, &plan, 0, &life, heaps[0], &atn));
+        XP_TRY_GOTO(status, done,
+                    stage_atn_create(&device, &plan, 0, &life, heaps[0], RECORDS, &atn));
     still = false;
     XP_TRY_GOTO(status, done, hand_arenas(path == STAGE_DIRECT));
     if (path == STAGE_RELAY) {

@@ -7,6 +7,10 @@
  */
 #include "host_rig.h"
 
+#include <unistd.h>
+
+#include "observe/observe.h"
+
 static void test_deliveries(void **state)
 {
     static const uint32_t attention[][2] = {{1, 1}, {2, 1}, {1, 2}}, groups[] = {1, 2, 3};
@@ -37,6 +41,64 @@ static void test_deliveries(void **state)
                     assert_true((by == 3) == (carried != 0));
                     destroy_all();
                 }
+}
+
+/* What the observer's file says. */
+static uint32_t read_observed(const char *folder, observe_record_t *records, uint32_t limit)
+{
+    char path[300];
+    observe_reader_t *reader;
+    snprintf(path, sizeof(path), "%s/atnagent-cuda:0-%d.observe", folder, getpid());
+    ok(observe_reader_open(path, &reader));
+    assert_string_equal(observe_reader_header(reader)->instance[0], "tales");
+    uint32_t count = 0;
+    while (count < limit && observe_reader_next(reader, &records[count]) == XP_OK)
+        count++;
+    observe_reader_close(reader);
+    unlink(path);
+    return count;
+}
+
+/* Each request that the relay answers is one record; what is not taken in time is counted. */
+static void test_observed(void **state)
+{
+    char folder[] = "/tmp/xpool-observed-XXXXXX";
+    assert_non_null(mkdtemp(folder));
+    for (int by = 1; by < WAYS; by++) {
+        observe_t *observe;
+        observe_record_t records[8 * RECORDS];
+        plan_make(FABRIC_DELIVERY_DIRECT_PARTIAL, 1, 2, 3);
+        go_by(by);
+        ok(make_all());
+        ok(observe_open(folder, OBSERVE_ATN, "cuda:0", 8 * RECORDS, &observe));
+        observe_name_instance(observe, 0, plan.instances[0].id);
+        const uint64_t began_ns = xp_monotonic_ns();
+        for (uint32_t n = 0; n < 5; n++)
+            pass(n % LAYERS, (const uint32_t[]){n, n + 1}, false);
+        assert_int_equal(stage_atn_observe(atn, observe), 0);
+        for (uint32_t n = 0; n < RECORDS; n++)
+            pass(0, (const uint32_t[]){1, 1}, false);
+        assert_int_equal(stage_atn_observe(atn, observe), RECORDS);
+        observe_close(observe);
+        uint32_t seen[2] = {0};
+        assert_int_equal(read_observed(folder, records, 8 * RECORDS), 10 + RECORDS);
+        for (uint32_t i = 0; i < 10; i++) {
+            const observe_record_t *one = &records[i];
+            assert_true(one->rank < 2 && one->instance == 0);
+            const uint32_t n = seen[one->rank]++;
+            assert_int_equal(one->layer, n % LAYERS);
+            assert_int_equal(one->rows, n + one->rank);
+            assert_int_equal(one->sequence, n + 1);
+            assert_int_equal(one->request, n + 1);
+            assert_int_equal(one->lane, OBSERVE_NONE);
+            /* Both clocks are one here: the tie is off by what an attach takes. */
+            assert_true(one->end_ns + XP_NS_PER_S > began_ns + one->duration_ns);
+            assert_true(one->end_ns < xp_monotonic_ns() + XP_NS_PER_S);
+        }
+        assert_int_equal(seen[0], 5);
+        destroy_all();
+    }
+    rmdir(folder);
 }
 
 /* The Instance goes, also in the middle; another one comes. */
@@ -129,7 +191,7 @@ static void test_whose_stage(void **state)
     ok(stage_ffn_export(ffn[0], 0, &fd));
     assert_int_equal(stage_ffn_import_partials(ffn[1], 0, 0, fd), XP_PEER);
     says("no partials");
-    ok(stage_atn_create(&device, &plan, 0, &life, NULL, &atn));
+    ok(stage_atn_create(&device, &plan, 0, &life, NULL, RECORDS, &atn));
     assert_int_equal(stage_atn_open(atn, 1, 0, fd), XP_PEER);
     says("for Instance 0 in Generation 7");
     ok(stage_atn_open(atn, 0, 0, fd));
@@ -326,16 +388,10 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
-        TEST(test_deliveries),
-        TEST(test_successor),
-        TEST(test_refusals),
-        TEST(test_whose_stage),
-        TEST(test_partials_are_needed),
-        TEST(test_failures),
-        TEST(test_time_limit),
-        TEST(test_sizes),
-        TEST(test_ladders),
-        TEST(test_heap_refusals),
+        TEST(test_deliveries), TEST(test_observed),      TEST(test_successor),
+        TEST(test_refusals),   TEST(test_whose_stage),   TEST(test_partials_are_needed),
+        TEST(test_failures),   TEST(test_time_limit),    TEST(test_sizes),
+        TEST(test_ladders),    TEST(test_heap_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -79,13 +79,16 @@ static const uint32_t rows_of[][RIG_RANKS] = {{1, 2, 3, 4}, {0, 3, 0, 1}, {6, 6,
                                               {0, 0, 0, 0}, {5, 0, 0, 0}, {0, 0, 0, 6}};
 #define ROWS_OF (sizeof(rows_of) / sizeof(rows_of[0]))
 
-/* Every delivery kind, attention shape and group, with the echo, the resident kernel and the host's
- * launches. */
+/* Execution by the echo, the decode kernel, the host's launches, the kernel of few rows: the lease.
+ */
+static const uint32_t lease_of[] = {0, 1, 0, 3};
+
+/* Every delivery kind, attention shape and group, with each execution. */
 static void test_shapes(void **state)
 {
     static const uint32_t attention[][2] = {{1, 1}, {2, 1}, {1, 2}, {2, 2}, {1, 4}, {4, 1}};
     static const uint32_t groups[] = {1, 4, 3, 6, 7};
-    for (int execution = 0; execution < 3; execution++)
+    for (int execution = 0; execution < 4; execution++)
         for (uint32_t delivery = 0; delivery < 3; delivery++)
             for (uint32_t a = 0; a < 6; a++)
                 for (uint32_t g = 0; g < 5; g++) {
@@ -93,7 +96,7 @@ static void test_shapes(void **state)
                     shape(0, attention[a][0], attention[a][1], delivery, groups[g]);
                     make(execution > 0, FABRIC_POLICY_FIFO);
                     for (uint32_t f = 0; f < 3; f++)
-                        rig.ffn[f].lease = execution == 1;
+                        rig.ffn[f].lease = lease_of[execution];
                     attach_all();
                     for (uint32_t n = 0; n < ROWS_OF; n++)
                         pass(0, n % RIG_LAYERS, rows_of[n], n);
@@ -107,7 +110,9 @@ static void test_shapes(void **state)
                         if (member && execution == 2)
                             assert_int_equal(counts->host, ROWS_OF);
                         if (member && execution == 1)
-                            assert_true(counts->resident > 0);
+                            assert_true(counts->resident > 0 && counts->host > 0);
+                        if (member && execution == 3)
+                            assert_true(counts->resident > 0 && counts->host > 0);
                     }
                     teardown(NULL);
                 }
@@ -201,12 +206,13 @@ static void test_briefs(void **state)
 /* The short way of a rank and a member that are alone leaves everything as the general steps do. */
 static void test_alone_is_as_the_general_steps(void **state)
 {
-    for (int execution = 0; execution < 3; execution++)
+    for (int execution = 0; execution < 4; execution++)
         for (uint32_t rows = 0; rows <= RIG_ROWS; rows += RIG_ROWS / 2) {
+            const int resident = execution == (rows <= RIG_DECODE ? 1 : 3);
             rig.ffns = 1;
             shape(0, 1, 1, 0, 1);
             make(execution > 0, FABRIC_POLICY_DEADLINE);
-            rig.ffn[0].lease = execution == 1;
+            rig.ffn[0].lease = lease_of[execution];
             attach_all();
             pass(0, 1, rows_of[0], 1);
             turns(SETTLE + 1);
@@ -222,7 +228,7 @@ static void test_alone_is_as_the_general_steps(void **state)
             for (int general = 0; general < 2; general++) {
                 *s = before;
                 s->work[0].alone = !general;
-                if (execution == 1)
+                if (resident)
                     rig.ffn[0].queue->entries[before.poster.commands].sequence = 0;
                 assert_true(stage_scheduler_turn(s, changed, 0, 77));
                 assert_int_equal(s->work[0].phase, execution ? STAGE_RUNNING : STAGE_JOB);
@@ -237,8 +243,8 @@ static void test_alone_is_as_the_general_steps(void **state)
                 command[general] = rig.ffn[0].queue->entries[before.poster.commands];
             }
             assert_memory_equal(&after[0], &after[1], sizeof(after[0]));
-            assert_int_equal(s->counts.resident - before.counts.resident, execution == 1);
-            assert_int_equal(s->counts.host - before.counts.host, execution == 2);
+            assert_int_equal(s->counts.resident - before.counts.resident, resident);
+            assert_int_equal(s->counts.host - before.counts.host, execution && !resident);
             if (execution) {
                 assert_memory_equal(&lane[0], &lane[1], sizeof(lane[0]));
                 assert_memory_equal(&answer[0], &answer[1], sizeof(answer[0]));
@@ -595,8 +601,9 @@ static void test_lanes_and_lease(void **state)
         shape(i, 1, 1, 0, 1);
     make(true, 0);
     attach_all();
-    for (uint32_t n = 0; n < 40; n++) {
-        if (n % 10 == 0 && n) { /* as the host does: an even lease ends, an odd one begins */
+    for (uint32_t n = 0; n < 60; n++) {
+        /* As the host does: an even lease ends, an odd one begins, each of the other kernel. */
+        if (n % 10 == 0 && n) {
             memset(rig.ffn[0].queue, 0, sizeof(*rig.ffn[0].queue));
             rig.ffn[0].commands = 0;
             PROTOCOL_STORE_RELEASE(&rig.ffn[0].lease, rig.ffn[0].lease + 1);
@@ -615,9 +622,9 @@ static void test_lanes_and_lease(void **state)
     }
     const stage_counts_t *counts = &rig.ffn[0].scheduler->counts;
     assert_int_equal(counts->lanes_peak, RIG_LANES);
-    assert_int_equal(counts->invocations, 160);
+    assert_int_equal(counts->invocations, 240);
     assert_true(counts->resident > 0 && counts->host > 0);
-    assert_int_equal(counts->resident + counts->host, 160);
+    assert_int_equal(counts->resident + counts->host, 240);
 }
 
 /* The choice is that of fabric_policy_choose(), the processors' Coordinator's. */

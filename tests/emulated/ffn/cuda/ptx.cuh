@@ -51,10 +51,10 @@ static inline uint64_t emulated_add(uint64_t *word, uint64_t value)
     emulated_yield(false);
     return before;
 }
-#define ptx_load_acquire         emulated_load
 #define ptx_load_relaxed         emulated_load
 #define ptx_load_acquire_system  emulated_load
 #define ptx_store_relaxed        emulated_store
+#define ptx_store_release        emulated_store
 #define ptx_store_relaxed_system emulated_store
 #define ptx_store_release_system emulated_store
 #define ptx_add_acq_rel          emulated_add
@@ -62,6 +62,10 @@ static inline uint64_t emulated_add(uint64_t *word, uint64_t value)
 static inline void ptx_fence_system()
 {
     __threadfence_system();
+}
+static inline uint64_t ptx_load_acquire(const uint64_t *word)
+{
+    return emulated_load(word);
 }
 static inline uint32_t ptx_load_relaxed_system(const uint32_t *word)
 {
@@ -72,6 +76,23 @@ static inline uint32_t ptx_load_relaxed_system(const uint32_t *word)
 static inline void ptx_add_release(uint64_t *word, uint64_t value)
 {
     emulated_add(word, value);
+}
+static inline void ptx_add_release(uint32_t *word, uint32_t value)
+{
+    emulated_look(word, 4);
+    *word += value;
+    emulated_yield(false);
+}
+static inline uint32_t ptx_load_acquire(const uint32_t *word)
+{
+    emulated_look(word, 4);
+    emulated_yield(true);
+    return *word;
+}
+static inline void ptx_prefetch(const void *address, uint32_t bytes)
+{
+    EMULATED_CHECK((uintptr_t)address % 16 == 0 && bytes % 16 == 0, "a prefetch that is not aligned");
+    emulated_look(address, bytes);
 }
 static inline void ptx_add_relaxed(uint32_t *word, uint32_t value)
 {
@@ -106,7 +127,7 @@ static inline uint4 ptx_load(const void *address)
     return ptx_load_l2_if(address, true);
 }
 
-static inline void ptx_prefetch(const void *address)
+static inline void ptx_prefetch_line(const void *address)
 {
     emulated_look(address, 16);
 }
@@ -138,6 +159,10 @@ static inline uint64_t ptx_policy_stream()
     return 0;
 }
 static inline void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t bytes, uint64_t)
+{
+    emulated_copy(to, from, bytes, 16);
+}
+static inline void ptx_copy_sixteen(uint32_t to, const void *from, uint32_t bytes)
 {
     emulated_copy(to, from, bytes, 16);
 }
