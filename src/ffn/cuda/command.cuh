@@ -27,20 +27,17 @@ static __device__ __forceinline__ void command_end(const command_end_t &end, ffn
                                                    uint64_t sequence)
 {
     ffn_cuda_record_t record;
-    __threadfence_system(); // also what lies in another device's memory
-    const uint64_t ended = ptx_add_acq_rel(&end.meeting->ended, 1) + 1;
+    ptx_fence_system(); // also what lies in another device's memory
+    const uint64_t ended = ptx_add_answered(&end.meeting->ended, 1) + 1;
     if (end.trace)
         ptx_add_relaxed(&end.trace[7][blockIdx.x], (uint32_t)(ptx_clock_ns() - end.began_ns));
     if (ended % gridDim.x != 0)
         return;
-    // The queue's word first: who sees the answer may fill that entry again. One release for both: each
-    // waits for the rows to arrive.
-    if (end.answer) {
-        ptx_store_relaxed_system(&queue->answered, sequence);
-        ptx_store_release_system(end.answer, end.answer_value);
-    } else {
-        ptx_store_release_system(&queue->answered, sequence);
-    }
+    // One fence after all blocks' additions and before both words: each waits for the rows to arrive.
+    ptx_fence_system();
+    if (end.answer)
+        ptx_store_relaxed_system(end.answer, end.answer_value);
+    ptx_store_relaxed_system(&queue->answered, sequence);
     ffn_cuda_counters_t *counters =
         (ffn_cuda_counters_t *)__ldcg((const unsigned long long *)&queue->counters);
     if (counters) {

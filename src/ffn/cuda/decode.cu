@@ -52,9 +52,10 @@ static __device__ __forceinline__ void layer_fetch(decode_state_t &sh, uint32_t 
     const uint32_t lane = threadIdx.x % 32;
     decode_layer_t &layer = sh.layers[which];
     const ffn_cuda_layer_t l = *at;
-    if (lane < sizeof(ffn_cuda_signature_t) / 4)
-        ((uint32_t *)&layer.signature)[lane] = ((const uint32_t *)l.signature)[lane];
+    const uint32_t word = ((const uint32_t *)l.signature)[lane % (sizeof(ffn_cuda_signature_t) / 4)];
     const ffn_cuda_part_t first = l.parts[0];
+    if (lane < sizeof(ffn_cuda_signature_t) / 4)
+        ((uint32_t *)&layer.signature)[lane] = word;
     __syncwarp();
     if (lane == 0) {
         const ffn_cuda_signature_t &s = layer.signature;
@@ -148,28 +149,62 @@ static __device__ __forceinline__ void ahead_choose(decode_state_t &sh)
         sh.ahead_share[i / 2][i % 2] = sh.call.lane.share[i / 2][i % 2];
 }
 
+// Describes the layer that should come after layers[now] in the other place, if that is not there yet;
+// one warp.
+static __device__ __forceinline__ void next_fetch(decode_state_t &sh, const ffn_cuda_layer_t *table)
+{
+    const decode_layer_t &layer = sh.layers[sh.now];
+    const ffn_cuda_layer_t *next = table + layer.next;
+    if (layer.next != FFN_CUDA_NO_LAYER && next != layer.at && sh.layers[sh.now ^ 1].at != next)
+        layer_fetch(sh, sh.now ^ 1, next);
+}
+
+// One thread, all of the block's values being written: the block arrives at the barrier after gate.
+static __device__ __forceinline__ void gate_arrive(const decode_call_t &call, uint32_t began)
+{
+    ptx_add_release(&call.lane.meeting->acted, 1);
+    call.lane.cycles[0][block_number()] = (uint32_t)clock64() - began;
+    decode_mark(call, 4);
+}
+
+static __device__ __forceinline__ void gate_wait(const decode_call_t &call)
+{
+    while (ptx_load_acquire(&call.lane.meeting->acted) < call.acted_target)
+        ;
+    decode_mark(call, 5);
+}
+
 // All threads, after gate and up: the barrier of all blocks. Meanwhile the layer that should come next
-// is described, and what down of experts needs is.
-template <bool EXPERTS>
-static __device__ __forceinline__ void gate_end(decode_state_t &sh, uint32_t began)
+// is described.
+static __device__ __forceinline__ void dense_gate_end(decode_state_t &sh, uint32_t began)
 {
     decode_call_t &call = sh.call;
     __syncthreads(); // all threads' values before the arrival
     if (threadIdx.x == 0) {
-        ptx_add_release(&call.lane.meeting->acted, 1);
-        call.lane.cycles[0][block_number()] = (uint32_t)clock64() - began;
-        decode_mark(call, 4);
-        while (ptx_load_acquire(&call.lane.meeting->acted) < call.acted_target)
-            ;
-        decode_mark(call, 5);
+        gate_arrive(call, began);
+        gate_wait(call);
     } else if (threadIdx.x / 32 == DECODE_WARPS - 1) {
-        const decode_layer_t &layer = sh.layers[sh.now];
-        const ffn_cuda_layer_t *next = call.command.layers + layer.next;
-        if (layer.next != FFN_CUDA_NO_LAYER && next != layer.at && sh.layers[sh.now ^ 1].at != next)
-            layer_fetch(sh, sh.now ^ 1, next);
+        next_fetch(sh, call.command.layers);
     }
-    if constexpr (EXPERTS)
-        pairs_prepare(sh);
+    __syncthreads();
+}
+
+// The same of a layer of experts. Meanwhile down is prepared, and the coming layer is described if that
+// was not done while the kernel waited for the command.
+static __device__ __forceinline__ void experts_gate_end(decode_state_t &sh, uint32_t began,
+                                                        const decode_cursor_t &cursor)
+{
+    decode_call_t &call = sh.call;
+    __syncthreads(); // all threads' values before the arrival
+    if (threadIdx.x == 0)
+        gate_arrive(call, began);
+    else if (threadIdx.x / 32 == DECODE_WARPS - 1 && sh.look_ahead)
+        next_fetch(sh, call.command.layers);
+    pairs_prefetch(cursor);
+    pairs_prepare(sh);
+    __syncwarp();
+    if (threadIdx.x == 0)
+        gate_wait(call);
     __syncthreads();
 }
 
@@ -180,6 +215,7 @@ static __device__ __forceinline__ void down_end(decode_state_t &sh, uint32_t beg
     if (threadIdx.x == 0) {
         call.lane.cycles[1][block_number()] = (uint32_t)clock64() - began;
         decode_mark(call, 6);
+        sh.table = call.command.layers;
         ahead_choose(sh); // the others are done with this layer
     }
     __syncthreads();
@@ -200,7 +236,7 @@ static __device__ __forceinline__ void layer_phases(decode_shared_t &shared, dec
         uint32_t began = (uint32_t)clock64();
         phase_run<T, NB, true>(shared, false, gate, down, &role->cursor, &role->slot, &role->buffer,
                                role->policy);
-        gate_end<true>(sh, began);
+        experts_gate_end(sh, began, role->cursor);
         began = (uint32_t)clock64();
         pairs_run<T>(shared, &role->cursor, &role->slot, role->policy);
         down_end(sh, began);
@@ -211,7 +247,7 @@ static __device__ __forceinline__ void layer_phases(decode_shared_t &shared, dec
             phase_run<T, NB, false>(shared, phase, gate, down, &role->cursor, &role->slot,
                                     &role->buffer, role->policy);
             if (phase == 0)
-                gate_end<false>(sh, began);
+                dense_gate_end(sh, began);
             else
                 down_end(sh, began);
         }
@@ -240,14 +276,9 @@ static __device__ __forceinline__ void layer_run(decode_shared_t &shared, decode
     const bool hit = ahead_holds(sh);
     if (threadIdx.x == 0)
         decode_mark(call, 0);
-    if (threadIdx.x == 32) {
-        // Of this Invocation, fewer than all blocks have arrived, since this one has not: the rest of
-        // the division is theirs.
-        const uint64_t number =
-            ptx_load_relaxed(&call.lane.meeting->acted) / gridDim.x + 1;
-        call.acted_target = number * gridDim.x;
-        call.number = (uint32_t)number;
-    }
+    uint64_t acted = 0;
+    if (threadIdx.x == ROUTE_COUNTS)
+        acted = ptx_load_relaxed(&call.lane.meeting->acted);
     if (!hit) { // what was loaded ahead, if anything, is dropped
         ptx_copies_wait<0>();
         __syncthreads();
@@ -255,7 +286,9 @@ static __device__ __forceinline__ void layer_run(decode_shared_t &shared, decode
             experts_fetch(shared, role->policy);
     }
     if (s.experts)
-        route_all(shared);
+        route_all(shared, acted);
+    else if (threadIdx.x == ROUTE_COUNTS)
+        call_number(call, acted);
     if (threadIdx.x == 0)
         decode_mark(call, 3);
     const uint32_t rows = call.command.rows;
@@ -362,12 +395,15 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
             end.capacity = FFN_CUDA_DECODE_ROWS;
         }
         const bool ahead = rows && sh.ahead;
+        const bool next = rows && sh.layers[sh.now].signature.experts;
         __syncthreads(); // the command may be written over
         if (threadIdx.x == 32)
             command_end(end, queue, sequence);
         __syncwarp();
         if (ahead) // of sh.call it reads what call_read() writes, not the command
             layer_ahead(shared, &role);
+        if (next && threadIdx.x / 32 == DECODE_WARPS - 1)
+            next_fetch(sh, sh.table);
     }
     ptx_copies_wait<0>();
 }

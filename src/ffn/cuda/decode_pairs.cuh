@@ -130,6 +130,16 @@ static __device__ __forceinline__ void pairs_copy(decode_shared_t &shared, decod
     c->slot = c->slot + 1 == DECODE_DEPTH ? 0 : c->slot + 1;
 }
 
+// The slot that no copy has been started of comes into L2; nothing waits for it.
+static __device__ __forceinline__ void pairs_prefetch(const decode_cursor_t &c)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    const uint64_t own = (uint64_t)(lane / DECODE_PIECES) * c.size + lane % DECODE_PIECES * 16;
+    const uint32_t row = lane / 2, along = c.unit + lane % 2 * 128;
+    if (!c.ended && row < c.live && along < c.bytes)
+        ptx_prefetch_line(c.from - own + (uint64_t)row * c.size + along);
+}
+
 // ---- tables --------------------------------------------------------------------------------------
 static __device__ __forceinline__ uint32_t pairs_live(const decode_state_t &sh)
 {
@@ -225,6 +235,31 @@ static __device__ __forceinline__ void pairs_load(const decode_state_t &sh, cons
         x[s] = ptx_load_l2_if(from + s * 64, row < 32 && along + s * 64 < p.bytes);
 }
 
+// All pairs of one (row, column) where they are one window and a part is one section, added in order.
+static __device__ __forceinline__ float pairs_add_whole(const decode_state_t &sh, const float *pairs,
+                                                        uint32_t row, uint32_t column)
+{
+    enum { AT_ONCE = 8 }; // found before the first is added
+    const uint32_t top_k = sh.layers[sh.now].signature.top_k;
+    const uint32_t below = (1u << row) - 1;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (uint32_t first = 0; first < top_k; first += AT_ONCE) {
+        float value[AT_ONCE];
+#pragma unroll
+        for (uint32_t i = 0; i < AT_ONCE; i++) {
+            const uint32_t part = sh.parts_of_row[row][min(first + i, top_k - 1)];
+            const uint32_t before = __popc(sh.mask_of[part] & below);
+            value[i] = pairs[(sh.pair_first[part] + before) * 16 + column];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < AT_ONCE; i++)
+            if (first + i < top_k)
+                sum += value[i];
+    }
+    return sum;
+}
+
 // The window's pairs of one (row, column), added to `sum` in order. next: the row's part, piece: of it.
 static __device__ __forceinline__ void pairs_add(const decode_state_t &sh, const float *pairs,
                                                  uint32_t window, uint32_t row, uint32_t column,
@@ -248,20 +283,25 @@ static __device__ __forceinline__ void pairs_add(const decode_state_t &sh, const
     }
 }
 
-// One slot's products with 8 rows.
+// One slot's products with 8 rows, in two sums (products that wait for each other are slow) that are then
+// added.
 template <typename T>
 static __device__ __forceinline__ void pairs_multiply(const unsigned char *from, uint32_t odd,
                                                       const uint4 (&x)[DECODE_STEPS],
                                                       float (&sum)[4])
 {
+    float own[2][4] = {};
 #pragma unroll
     for (uint32_t s = 0; s < DECODE_STEPS; s++) {
         const unsigned char *a = from + (s * 64 ^ odd);
         const uint4 low = *(const uint4 *)a;
         const uint4 high = *(const uint4 *)(a + 8 * DECODE_BYTES);
-        ptx_mma<T>(sum, low.x, high.x, low.y, high.y, x[s].x, x[s].y);
-        ptx_mma<T>(sum, low.z, high.z, low.w, high.w, x[s].z, x[s].w);
+        ptx_mma<T>(own[s % 2], low.x, high.x, low.y, high.y, x[s].x, x[s].y);
+        ptx_mma<T>(own[s % 2], low.z, high.z, low.w, high.w, x[s].z, x[s].w);
     }
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+        sum[i] += own[0][i] + own[1][i];
 }
 
 // A section's sums of 8 rows, the first of them at `to`, of which `count` are live. Each value is one
@@ -306,6 +346,8 @@ static __device__ __forceinline__ void pairs_run(decode_shared_t &shared, decode
     const uint32_t all = sh.pair_first[sh.call.experts_chosen] +
                          sh.call.command.rows * sh.layers[sh.now].pieces[1];
     const uint32_t windows = ceil_div(all, PAIRS_WINDOW);
+    const bool whole = windows == 1 && sh.layers[sh.now].pieces[0] == 1 &&
+                       sh.layers[sh.now].pieces[1] == 0;
     pairs_place_t place = {};
     uint4 held[HELD][DECODE_STEPS];
     float sum[4] = {};
@@ -338,15 +380,13 @@ static __device__ __forceinline__ void pairs_run(decode_shared_t &shared, decode
 #pragma unroll
                 for (uint32_t u = 0; u < HELD; u++)
                     pairs_load(sh, place, row, place.unit + u * DECODE_BYTES, later[u]);
-#pragma unroll
-                for (uint32_t u = 0; u < HELD; u++) {
-                    const uint32_t unit = at.unit + u * DECODE_BYTES;
-                    if (unit >= at.bytes)
-                        break;
+#pragma unroll 1
+                for (uint32_t unit = at.unit;
+                     unit < min(at.unit + HELD * DECODE_BYTES, at.bytes); unit += DECODE_BYTES) {
                     ptx_copies_wait<DECODE_DEPTH - 1>();
                     __syncwarp();
                     const unsigned char *const from = mine + *slot * DECODE_SLOT_BYTES;
-                    pairs_multiply<T>(from, odd, held[u], sum);
+                    pairs_multiply<T>(from, odd, held[0], sum);
                     // Few parts are chosen by more than 8 rows; their sums stay where they end.
 #pragma unroll 1
                     for (uint32_t skip = 8; skip < at.count; skip += 8) {
@@ -361,6 +401,11 @@ static __device__ __forceinline__ void pairs_run(decode_shared_t &shared, decode
                     __syncwarp();
                     *slot = *slot + 1 == DECODE_DEPTH ? 0 : *slot + 1;
                     pairs_copy(shared, c, policy);
+#pragma unroll
+                    for (uint32_t u = 0; u + 1 < HELD; u++)
+#pragma unroll
+                        for (uint32_t s = 0; s < DECODE_STEPS; s++)
+                            held[u][s] = held[u + 1][s];
                 }
                 if (ends) {
                     pairs_store(to, at.count, sum);
@@ -376,7 +421,11 @@ static __device__ __forceinline__ void pairs_run(decode_shared_t &shared, decode
 #pragma unroll
             for (uint32_t r = 0; r < ROWS; r++) {
                 const uint32_t of = r * 16 + threadIdx.x / 16;
-                if (of < sh.call.command.rows)
+                if (of >= sh.call.command.rows)
+                    continue;
+                if (whole)
+                    total[r] = pairs_add_whole(sh, pairs, of, threadIdx.x % 16);
+                else
                     pairs_add(sh, pairs, window, of, threadIdx.x % 16, &next[r], &piece[r],
                               &total[r]);
             }

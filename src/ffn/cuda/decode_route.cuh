@@ -45,7 +45,17 @@ static __device__ __forceinline__ void experts_fetch(decode_shared_t &shared, ui
     ptx_copies_commit();
 }
 
-#define ROUTER_ROWS 16u // whose sums a thread holds
+#define ROUTER_ROWS  16u // whose sums a thread holds
+#define ROUTE_COUNTS 32u // the thread that numbers Invocations
+
+// acted: of the meeting. Of this Invocation, fewer than all blocks have arrived, since this one has not:
+// the rest of the division is theirs. One thread.
+static __device__ __forceinline__ void call_number(decode_call_t &call, uint64_t acted)
+{
+    const uint64_t number = acted / gridDim.x + 1;
+    call.acted_target = number * gridDim.x;
+    call.number = (uint32_t)number;
+}
 
 // One expert's logits of up to ROUTER_ROWS rows from `begin` on: a thread takes 8 elements of every
 // THREADS * 8, for each row; the sums of a row are added in the order of the warps. So a row's logit does
@@ -88,6 +98,8 @@ static __device__ __forceinline__ void router_sums(decode_state_t &sh, const cha
             }
 #pragma unroll
             for (uint32_t r = 0; r < AT_ONCE; r++) {
+                if (first + r >= rows)
+                    break;
                 const uint32_t xs[4] = {x[r].x, x[r].y, x[r].z, x[r].w};
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -140,7 +152,10 @@ static __device__ __forceinline__ void row_choose(decode_state_t &sh, uint32_t r
         decode_mark(sh.call, 2);
     uint32_t expert;
     float weight;
-    route_held<HELD>(s, logit, scratch, layer.bias ? sh.bias : NULL, &expert, &weight);
+    const bool plain = HELD <= 4 && s.router == 0 && !layer.bias &&
+                       (s.groups <= 1 || s.top_groups >= s.groups);
+    if (!plain || !route_plain<HELD>(s, logit, scratch, &expert, &weight))
+        route_held<HELD>(s, logit, scratch, layer.bias ? sh.bias : NULL, &expert, &weight);
     if (lane < s.top_k) {
         sh.chosen[row][lane] = (uint16_t)expert;
         sh.weight[row][lane] = weight;
@@ -149,8 +164,34 @@ static __device__ __forceinline__ void row_choose(decode_state_t &sh, uint32_t r
     __syncwarp();
 }
 
-// All threads; what experts_fetch() started is under way, and the ring holds nothing else.
-static __device__ __forceinline__ void route_all(decode_shared_t &shared)
+// The chosen experts, ascending, and who chose them; one warp. HELD: experts of a lane.
+template <uint32_t HELD> static __device__ __forceinline__ void parts_list(decode_state_t &sh)
+{
+    const uint32_t experts = sh.layers[sh.now].signature.experts, lane = threadIdx.x % 32;
+    uint32_t mask[HELD], count = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < HELD; i++)
+        mask[i] = i * 32 + lane < experts ? sh.expert_mask[i * 32 + lane] : 0;
+#pragma unroll
+    for (uint32_t i = 0; i < HELD; i++) {
+        const uint32_t chosen = __ballot_sync(ROUTE_ALL, mask[i] != 0);
+        if (mask[i]) {
+            const uint32_t at = count + __popc(chosen & ((1u << lane) - 1));
+            sh.part_of[at] = (uint16_t)(i * 32 + lane);
+            sh.mask_of[at] = mask[i];
+        }
+        count += __popc(chosen);
+    }
+    if (lane == 0) {
+        sh.call.experts_chosen = count;
+        sh.part_of[count] = (uint16_t)experts;
+        sh.mask_of[count] = 0xffffffff;
+    }
+}
+
+// All threads; what experts_fetch() started is under way, and the ring holds nothing else. acted: thread
+// ROUTE_COUNTS has the meeting's.
+static __device__ __forceinline__ void route_all(decode_shared_t &shared, uint64_t acted)
 {
     decode_state_t &sh = shared.state;
     decode_call_t &call = sh.call;
@@ -173,6 +214,8 @@ static __device__ __forceinline__ void route_all(decode_shared_t &shared)
                 router_sums<__nv_bfloat16>(sh, w, wide, begin);
             else
                 router_sums<__half>(sh, w, wide, begin);
+        if (held == 0 && threadIdx.x == ROUTE_COUNTS)
+            call_number(call, acted);
         __syncthreads();
         if (threadIdx.x < rows) {
             float logit = 0.0f;
@@ -183,6 +226,8 @@ static __device__ __forceinline__ void route_all(decode_shared_t &shared)
                               (uint64_t)call.number << 32 | __float_as_uint(logit));
         }
     }
+    if (held == 0 && threadIdx.x == ROUTE_COUNTS)
+        call_number(call, acted);
     ptx_copies_wait<0>();
     __syncthreads(); // the router's rows are read, the parts' addresses are there
     if (threadIdx.x == 0)
@@ -195,29 +240,21 @@ static __device__ __forceinline__ void route_all(decode_shared_t &shared)
         else
             row_choose<FFN_CUDA_MAX_EXPERTS / 32>(sh, row, scratch);
     }
-    __syncthreads();
+    // A row's experts are all in warp 0's hands.
+    if (rows > 1)
+        __syncthreads();
     if (warp == 0) {
-        uint32_t count = 0;
-        for (uint32_t first = 0; first < s.experts; first += 32) {
-            const uint32_t e = first + lane, mask = e < s.experts ? sh.expert_mask[e] : 0;
-            const uint32_t chosen = __ballot_sync(ROUTE_ALL, mask != 0);
-            if (blockIdx.x == 0)
-                ffn_cuda_usage_expert(layer.usage, e, __popc(mask));
-            if (mask) {
-                const uint32_t at = count + __popc(chosen & ((1u << lane) - 1));
-                sh.part_of[at] = (uint16_t)e;
-                sh.mask_of[at] = mask;
-            }
-            count += __popc(chosen);
-        }
-        if (lane == 0) {
-            call.experts_chosen = count;
-            if (blockIdx.x == 0)
-                ffn_cuda_usage_execution(layer.usage, rows, count);
-            sh.part_of[count] = (uint16_t)s.experts;
-            sh.mask_of[count] = 0xffffffff;
-        }
+        if (s.experts <= 128)
+            parts_list<4>(sh);
+        else
+            parts_list<FFN_CUDA_MAX_EXPERTS / 32>(sh);
     }
     __syncthreads();
+    if (warp == 0 && blockIdx.x == 0) {
+        for (uint32_t e = lane; e < s.experts; e += 32)
+            ffn_cuda_usage_expert(layer.usage, e, __popc(sh.expert_mask[e]));
+        if (lane == 0)
+            ffn_cuda_usage_execution(layer.usage, rows, call.experts_chosen);
+    }
 }
 #endif

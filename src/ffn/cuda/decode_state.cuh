@@ -72,6 +72,7 @@ struct decode_state_t {
     uint32_t ahead; // the first copies of layers[now] are under way
     uint32_t ahead_share[2][2];
     uint32_t look_ahead;
+    const ffn_cuda_layer_t *table; // of the latest Invocation
     float router[16][FFN_CUDA_DECODE_ROWS]; // sums of a warp
     union {
         uint32_t expert_mask[FFN_CUDA_MAX_EXPERTS];

@@ -69,6 +69,11 @@ static __device__ __forceinline__ void ptx_store_release_system(uint64_t *word, 
 {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+// Orders what this thread and, by barriers, its block have read and written, at system scope.
+static __device__ __forceinline__ void ptx_fence_system()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
 static __device__ __forceinline__ void ptx_store_release(uint64_t *word, uint64_t value)
 {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
@@ -177,6 +182,12 @@ static __device__ __forceinline__ uint4 ptx_load_l2_if(const void *address, bool
                  : "l"(address), "r"((uint32_t)wanted)
                  : "memory");
     return v;
+}
+
+// Asks for a line to come into L2.
+static __device__ __forceinline__ void ptx_prefetch_line(const void *address)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
 // ---- copies of 16 bytes to shared memory that a thread waits for in groups, since sm_80 ----------

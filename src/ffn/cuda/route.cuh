@@ -43,6 +43,23 @@ static __device__ __forceinline__ uint32_t route_best(uint32_t rank, uint32_t in
     return __reduce_min_sync(ROUTE_ALL, rank == top ? index : 0xffffffffu);
 }
 
+// Each lane's own in their order, the best first; of equal ones the lower expert, which comes first.
+template <uint32_t HELD>
+static __device__ __forceinline__ void route_sort(uint32_t (&rank)[HELD], uint32_t (&expert)[HELD],
+                                                  float (&score)[HELD])
+{
+#pragma unroll
+    for (uint32_t round = 0; round < HELD; round++)
+#pragma unroll
+        for (uint32_t i = round % 2; i + 1 < HELD; i += 2)
+            if (rank[i + 1] > rank[i]) {
+                const uint32_t r = rank[i], e = expert[i];
+                const float v = score[i];
+                rank[i] = rank[i + 1], expert[i] = expert[i + 1], score[i] = score[i + 1];
+                rank[i + 1] = r, expert[i + 1] = e, score[i + 1] = v;
+            }
+}
+
 // score: the logits of experts lane, lane + 32, ...; every lane calls. Lane i < top_k gets the i-th best
 // expert and its final weight. HELD: experts of a lane, so that 32 * HELD is enough. scratch [experts] in
 // shared memory, used where experts are in groups.
@@ -106,17 +123,7 @@ static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s,
                 !(kept >> (i * ROUTE_LANES + lane) / size & 1))
                 rank[i] = ROUTE_TAKEN;
     }
-    // Each lane's own in their order, the best first; of equal ones the lower expert, which comes first.
-#pragma unroll
-    for (uint32_t round = 0; round < HELD; round++)
-#pragma unroll
-        for (uint32_t i = round % 2; i + 1 < HELD; i += 2)
-            if (rank[i + 1] > rank[i]) {
-                const uint32_t r = rank[i], e = expert[i];
-                const float v = score[i];
-                rank[i] = rank[i + 1], expert[i] = expert[i + 1], score[i] = score[i + 1];
-                rank[i + 1] = r, expert[i + 1] = e, score[i + 1] = v;
-            }
+    route_sort<HELD>(rank, expert, score);
     float total = 0.0f, mine_score = 0.0f;
     uint32_t mine = 0;
     for (uint32_t n = 0; n < s.top_k; n++) {
@@ -146,6 +153,72 @@ static __device__ __forceinline__ void route_held(const ffn_cuda_signature_t &s,
         mine_score /= total + 1e-20f; // the families' own guard against a zero sum
     *expert_out = mine;
     *weight_out = mine_score * s.routed_scale;
+}
+
+// The same of softmax without bias and groups, with fewer instructions that wait for each other, as a warp
+// that nobody else waits with has it: same bits. False, and nothing is answered: two scores are equal.
+// scratch: 64 words in shared memory, aligned to 16 bytes.
+template <uint32_t HELD>
+static __device__ __forceinline__ bool route_plain(const ffn_cuda_signature_t &s,
+                                                   const float (&logit)[HELD], float *scratch,
+                                                   uint32_t *expert_out, float *weight_out)
+{
+    const uint32_t lane = threadIdx.x % ROUTE_LANES, experts = s.experts, top_k = s.top_k;
+    uint32_t rank[HELD], expert[HELD], top = 0, equal = 0;
+    float score[HELD], sum = 0.0f, total = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < HELD; i++)
+        top = max(top, i * ROUTE_LANES + lane < experts ? route_rank(logit[i]) : ROUTE_TAKEN);
+    top = __reduce_max_sync(ROUTE_ALL, top);
+    const float largest =
+        top <= ROUTE_NAN ? -INFINITY : __uint_as_float(top >> 31 ? top ^ 0x80000000u : ~top);
+#pragma unroll
+    for (uint32_t i = 0; i < HELD; i++) {
+        const float e = expf(logit[i] - largest);
+        score[i] = i * ROUTE_LANES + lane < experts ? e : 0.0f;
+        sum += score[i];
+    }
+    for (uint32_t d = ROUTE_LANES / 2; d; d /= 2)
+        sum += __shfl_xor_sync(ROUTE_ALL, sum, d);
+    const float scale = 1.0f / sum;
+#pragma unroll
+    for (uint32_t i = 0; i < HELD; i++) {
+        score[i] *= scale;
+        expert[i] = i * ROUTE_LANES + lane;
+        const uint32_t r = route_rank(score[i]);
+        rank[i] = expert[i] < experts ? r : ROUTE_TAKEN;
+    }
+    route_sort<HELD>(rank, expert, score);
+#pragma unroll 1
+    for (uint32_t n = 0; n < top_k; n++) {
+        const uint32_t best = __reduce_max_sync(ROUTE_ALL, rank[0]);
+        const bool mine = rank[0] == best;
+        const uint32_t holders = __ballot_sync(ROUTE_ALL, mine);
+        equal |= holders & (holders - 1);
+        if (mine) {
+            scratch[n] = score[0];
+            ((uint32_t *)scratch)[ROUTE_LANES + n] = expert[0];
+#pragma unroll
+            for (uint32_t i = 0; i + 1 < HELD; i++)
+                rank[i] = rank[i + 1], expert[i] = expert[i + 1], score[i] = score[i + 1];
+            rank[HELD - 1] = ROUTE_TAKEN;
+        }
+    }
+    __syncwarp();
+    if (equal)
+        return false;
+#pragma unroll 1
+    for (uint32_t n = 0; n < top_k; n += 4) {
+        const float4 v = *(const float4 *)(scratch + n);
+        total += v.x;
+        total += n + 1 < top_k ? v.y : 0.0f;
+        total += n + 2 < top_k ? v.z : 0.0f;
+        total += n + 3 < top_k ? v.w : 0.0f;
+    }
+    const float mine_score = scratch[lane];
+    *expert_out = ((const uint32_t *)scratch)[ROUTE_LANES + lane];
+    *weight_out = (s.normalize ? mine_score / (total + 1e-20f) : mine_score) * s.routed_scale;
+    return true;
 }
 
 // logits [experts] in shared memory, overwritten.

@@ -59,6 +59,10 @@ static inline uint64_t emulated_add(uint64_t *word, uint64_t value)
 #define ptx_store_release_system emulated_store
 #define ptx_add_acq_rel          emulated_add
 #define ptx_add_answered         emulated_add
+static inline void ptx_fence_system()
+{
+    __threadfence_system();
+}
 static inline uint64_t ptx_load_acquire(const uint64_t *word)
 {
     return emulated_load(word);
@@ -121,6 +125,11 @@ static inline uint4 ptx_load_l2(const void *address)
 static inline uint4 ptx_load(const void *address)
 {
     return ptx_load_l2_if(address, true);
+}
+
+static inline void ptx_prefetch_line(const void *address)
+{
+    emulated_look(address, 16);
 }
 
 // ---- copies --------------------------------------------------------------------------------------
