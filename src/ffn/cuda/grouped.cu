@@ -155,7 +155,7 @@ struct grouped_plan_t {
     const ffn_cuda_tile_t *tiles;
     uint32_t *taken;
     uint32_t taken_before; // by earlier launches of this Invocation, beyond what they did
-    uint32_t routed, routed_blocks, last, last_blocks;
+    uint32_t routed, routed_blocks, last_blocks;
     uint32_t end; // of the pieces of work that this launch does
     uint32_t experts, intermediate, last_width, hidden;
     uint64_t pairs;
@@ -178,8 +178,7 @@ static __device__ __forceinline__ grouped_plan_t plan_read(const ffn_cuda_lane_t
     const uint32_t per = DOWN ? GROUPED_COLUMNS : GROUPED_COLUMNS / 2;
     p.routed_blocks = ((DOWN ? s.hidden : p.intermediate) + per - 1) / per;
     p.last_blocks = ((DOWN ? s.hidden : p.last_width) + per - 1) / per;
-    p.last = lane->workspace.tile_count[1];
-    const uint32_t total = p.routed * p.routed_blocks + p.last * p.last_blocks;
+    const uint32_t total = p.routed * p.routed_blocks + lane->workspace.tile_count[1] * p.last_blocks;
     // Whole rounds of the grid, so that only the last share may end with a part of one.
     const uint32_t rounds = (total + gridDim.x - 1) / gridDim.x;
     p.end = min(total, (uint32_t)((uint64_t)rounds * (share + 1) / shares) * gridDim.x);
@@ -193,29 +192,17 @@ static __device__ __forceinline__ uint32_t take(const grouped_plan_t &p)
     return atomicAdd(p.taken, 1) - p.taken_before;
 }
 
-// Routed: one tile's pieces follow each other, and the tiles of an expert. Shared or dense, where weights
-// may not fit in the L2: those of a panel of tiles by the same weights do.
-#define GROUPED_PANEL 16u
 template <bool DOWN>
 static __device__ __forceinline__ grouped_work_t work_at(const grouped_plan_t &p, uint32_t number)
 {
     const uint32_t routed = p.routed * p.routed_blocks;
     const uint32_t per = DOWN ? GROUPED_COLUMNS : GROUPED_COLUMNS / 2;
-    uint32_t at, block;
     if (number >= p.end)
         return {0, 0, 0, 0, 0};
-    if (number < routed) {
-        at = number / p.routed_blocks;
-        block = number - at * p.routed_blocks;
-    } else {
-        const uint32_t whole = GROUPED_PANEL * p.last_blocks, panel = (number - routed) / whole;
-        const uint32_t inside = number - routed - panel * whole, first = panel * GROUPED_PANEL;
-        const uint32_t tiles = min(GROUPED_PANEL, p.last - first);
-        block = inside / tiles;
-        at = p.routed + first + inside - block * tiles;
-    }
-    const uint4 tile = ptx_load(p.tiles + at);
-    return {block * per, tile.y, tile.z, number >= routed, tile.x};
+    const uint32_t shared_part = number >= routed, inside = number - (shared_part ? routed : 0);
+    const uint32_t blocks = shared_part ? p.last_blocks : p.routed_blocks, at = inside / blocks;
+    const uint4 tile = ptx_load(p.tiles + (shared_part ? p.routed : 0) + at);
+    return {(inside - at * blocks) * per, tile.y, tile.z, shared_part, tile.x};
 }
 static __device__ __forceinline__ uint4 work_words(const grouped_work_t &w)
 {

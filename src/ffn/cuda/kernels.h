@@ -85,7 +85,7 @@ static inline uint32_t ffn_cuda_decode_rows(const ffn_cuda_signature_t *signatur
 }
 
 /* Most rows that are given to it: above, the grouped products are sooner ready (H200, 32 rows of
- * Qwen3-30B-A3B: 333 us, the decode kernel 727, docs/benchmarks.md). */
+ * Qwen3-30B-A3B: 293 us, the decode kernel 604, docs/designs/cuda.md). */
 static inline uint32_t ffn_cuda_streamed_rows(const ffn_cuda_signature_t *signature)
 {
     const uint32_t most = ffn_cuda_decode_rows(signature);
