@@ -86,4 +86,8 @@ clean lease
 for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE BUG_BESIDE; do
     planted lease $bug
 done
+clean items
+for bug in BUG_DOWN_FIRST BUG_RESET_EARLY BUG_ACTED_STAYS BUG_DO_NOT_MEET; do
+    planted items $bug
+done
 echo "verify: all models hold and every planted mistake was found"
