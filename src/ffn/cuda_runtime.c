@@ -542,7 +542,7 @@ static xp_status_t start_library(ffn_cuda_runtime_t *runtime, uint64_t *bytes_ou
         if (template->signature.experts || template->piece_rows <= FFN_CUDA_DENSE_ROWS)
             continue;
         XP_TRY(ffn_library_plan_make(runtime->library, &template->signature, template->piece_rows,
-                                     runtime->config.bulk_blocks, &template->plan));
+                                     0, &template->plan));
         const uint64_t bytes = ffn_library_scratch_bytes(template->plan);
         *bytes_out = *bytes_out < bytes ? bytes : *bytes_out;
     }

@@ -43,7 +43,6 @@ typedef struct ffn_cuda_config {
     bool library;                /* dense bulk by cuBLASLt where it is found */
     uint32_t blocks;             /* of the decode grid; 0 = all multiprocessors but one, which is
                                     the scheduler's */
-    uint32_t bulk_blocks;        /* of bulk products while decode is active; 0 = all */
     uint32_t piece_rows;         /* most rows of one piece of bulk work; 0 = by the 300 us rule */
     uint32_t records;           /* Invocation records kept for ffn_cuda_runtime_records; 0 = none */
     int32_t cpu;                /* of the host thread; negative = not pinned */

@@ -115,8 +115,7 @@ xp_status_t cuda_template_piece(ffn_cuda_runtime_t *runtime, const cuda_template
     void *parameters[] = {&own->lane, &own->piece, &first, &rows};
     XP_TRY(
         cuda_launch(runtime->device, runtime->function[DISPATCH_PIECE], 1, 1, stream, parameters));
-    return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows, runtime->config.bulk_blocks,
-                         own->piece, stream);
+    return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows, 0, own->piece, stream);
 }
 
 xp_status_t cuda_template_publish(ffn_cuda_runtime_t *runtime, uint32_t index, uint32_t lane,
@@ -151,11 +150,9 @@ static xp_status_t template_products(ffn_cuda_runtime_t *runtime, const cuda_tem
         return ffn_cuda_decode(&runtime->kernels, at, stream);
     const bool pieces = template_pieces(template, rows);
     if (!pieces && template_few(template, capacity))
-        return ffn_cuda_few(&runtime->kernels, &template->signature, rows,
-                            runtime->config.bulk_blocks, at, stream);
+        return ffn_cuda_few(&runtime->kernels, &template->signature, rows, 0, at, stream);
     if (!pieces)
-        return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows,
-                             runtime->config.bulk_blocks, at, stream);
+        return ffn_cuda_bulk(&runtime->kernels, &template->signature, rows, 0, at, stream);
     for (uint32_t first = 0; first < rows; first += template->piece_rows) {
         const uint32_t left = rows - first;
         XP_TRY(cuda_template_piece(runtime, template, lane, first,

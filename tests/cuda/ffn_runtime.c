@@ -4,7 +4,7 @@
  * against the CPU runtime, models of real size with dummy weights against sampled reference rows,
  * steady decoding without host launches, decode beside bulk, weights that survive.
  *
- * usage: cuda_ffn_runtime [plan] [families] [real] [mixed] [load] [library] [bulk] [limit]
+ * usage: cuda_ffn_runtime [plan] [families] [real] [mixed] [load] [library] [bulk]
  *
  * Without arguments all but `bulk` and `limit`, which measure only (`limit`: decode beside bulk
  * that has fewer multiprocessors), and `plan`, which needs no GPU: it prints what the models of
@@ -36,7 +36,6 @@ CUDA_IMAGE_DECLARE(tests_ffn_scheduler);
 
 static uint32_t cases, failed, compared, unfair;
 static double worst;
-static uint32_t bulk_blocks; /* of the next scene; 0: all */
 /* Of metrics: FfnAgents have cuBLASLt for dense bulk, "grouped" is without it. */
 static const char *family_of_rows = "ffn.runtime.grouped";
 
@@ -78,7 +77,6 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         .records = 4096,
         .cpu = -1,
         .failed = scene_failed,
-        .bulk_blocks = bulk_blocks,
     };
     CHECK_OK(ffn_cuda_runtime_create(&scene->config, &scene->runtime));
     CHECK_OK(cuda_module_load(&kit->device, &cuda_image_tests_ffn_scheduler, names, 1,
@@ -655,27 +653,6 @@ static void mixed_run(scene_t *scene, uint32_t decode, uint32_t bulk)
     print_samples(scene, 1, prefill.count, metric, note);
 }
 
-/* What decoding gains, and bulk loses, when bulk has fewer multiprocessors. */
-static void test_limit(ffn_kit_t *kit)
-{
-    static const uint32_t blocks[] = {0, 112, 96, 64};
-    for (uint32_t i = 0; i < sizeof(blocks) / sizeof(blocks[0]); i++) {
-        char name[64];
-        scene_t scene;
-        snprintf(name, sizeof(name), "ffn.runtime.blocks%u", blocks[i]);
-        bulk_blocks = blocks[i];
-        family_of_rows = name;
-        scene_open(kit, MOST_ROWS, 5120, true, true, &scene);
-        for (uint32_t m = 0; m < 2; m++)
-            real_install(&scene, m, NULL);
-        scene_start(&scene);
-        mixed_run(&scene, 0, 1);
-        mixed_run(&scene, 1, 0);
-        scene_close(&scene);
-    }
-    bulk_blocks = 0;
-}
-
 static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
 {
     xp_pool_t *pool;
@@ -900,8 +877,6 @@ int main(int count, char **arguments)
             test_real(&kit, real, mixed, false);
         if (count > 1 && wanted(count, arguments, "bulk"))
             test_bulk(&kit);
-        if (count > 1 && wanted(count, arguments, "limit"))
-            test_limit(&kit);
         if (wanted(count, arguments, "library"))
             test_real(&kit, true, true, true);
         if (wanted(count, arguments, "load"))
