@@ -43,6 +43,7 @@ typedef struct atnagent {
     agent_heap_t heap; /* provider nvshmem */
     stage_atn_t *stage;
     observe_t *observe; /* NULL: nobody looks, or rows pass by */
+    uint64_t lost;      /* records that came faster */
     struct event *on_observe;
     uint32_t opened[FABRIC_MAX_INSTANCES]; /* bits of FfnAgents whose stages are mapped */
     bool finalizing;
@@ -95,7 +96,7 @@ static xp_status_t open_device(atnagent_t *self)
 static void drain_records(atnagent_t *self)
 {
     if (self->stage && self->observe)
-        (void)stage_atn_observe(self->stage, self->observe); /* what was lost shows in `index` */
+        self->lost += stage_atn_observe(self->stage, self->observe);
 }
 
 static void on_observe(evutil_socket_t fd, short events, void *context)
@@ -318,6 +319,9 @@ int atnagent_cuda_run(const config_t *config, const char *device)
         agent_heap_end(&self->heap, exit_code);
 done:
     drain_records(self);
+    if (self->lost)
+        xp_log_warn("%llu records of the observer were lost; a larger observe.records keeps more",
+                    (unsigned long long)self->lost);
     if (self->on_observe)
         event_free(self->on_observe);
     participant_destroy(self->participant);

@@ -3,7 +3,10 @@
 
 #include <string.h>
 
+#include "base/clock.h"
 #include "ffn/cuda/dispatch_steps.h"
+
+#define RECORDS_TIE_NS (60 * XP_NS_PER_S)
 
 xp_status_t ffn_cuda_records_open(const cuda_device_t *device, uint32_t capacity,
                                   ffn_cuda_records_t *records_out)
@@ -32,8 +35,9 @@ void ffn_cuda_records_tie(ffn_cuda_records_t *records, uint64_t before_ns, uint6
                           uint64_t device_ns)
 {
     const uint64_t took = after_ns - before_ns;
-    if (took >= records->tie_took_ns)
+    if (took >= records->tie_took_ns && before_ns - records->tied_ns < RECORDS_TIE_NS)
         return;
+    records->tied_ns = before_ns;
     records->tie_took_ns = took;
     records->clock_offset_ns = (int64_t)(before_ns + took / 2) - (int64_t)device_ns;
 }
@@ -64,7 +68,9 @@ uint32_t ffn_cuda_records_take(ffn_cuda_records_t *records, ffn_cuda_record_t *r
             *skipped_out += 1;
             continue;
         }
-        record.end_ns = (uint64_t)((int64_t)record.end_ns + records->clock_offset_ns);
+        /* A record has 56 bits of the device's clock, which counts from 1970; CLOCK_MONOTONIC has
+         * no more for two years after a start. */
+        record.end_ns = (record.end_ns + (uint64_t)records->clock_offset_ns) & UINT64_MAX >> 8;
         records_out[count++] = record;
     }
     return count;

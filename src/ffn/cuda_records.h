@@ -15,7 +15,7 @@ typedef struct ffn_cuda_records {
     ffn_cuda_record_place_t *places; /* or NULL */
     cuda_address_t at;               /* of the places, for kernels */
     uint64_t capacity, taken;
-    uint64_t tie_took_ns;
+    uint64_t tied_ns, tie_took_ns;
     int64_t clock_offset_ns; /* CLOCK_MONOTONIC minus the device's clock */
 } ffn_cuda_records_t;
 
@@ -25,7 +25,7 @@ xp_status_t ffn_cuda_records_open(const cuda_device_t *device, uint32_t capacity
 void ffn_cuda_records_close(ffn_cuda_records_t *records); /* accepts all zero */
 
 /* The device's clock said device_ns some time between before_ns and after_ns of CLOCK_MONOTONIC. Of
- * all calls the one that leaves least doubt counts. */
+ * all calls of a minute the one that leaves least doubt counts: the two clocks drift apart. */
 void ffn_cuda_records_tie(ffn_cuda_records_t *records, uint64_t before_ns, uint64_t after_ns,
                           uint64_t device_ns);
 

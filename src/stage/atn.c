@@ -16,6 +16,11 @@
 #define ATN_START_NS (10 * XP_NS_PER_S)
 #define ATN_OPEN_NS  (1 * XP_NS_PER_S) /* for the header of a stage, while the kernel runs */
 
+/* The plug-in's kernels are built apart. */
+_Static_assert(XPOOL_NVSHMEM_ABI == 2 && sizeof(stage_relay_slot_t) == 408 &&
+                   sizeof(stage_relay_t) == 10120,
+               "raise XPOOL_NVSHMEM_ABI when these change");
+
 CUDA_IMAGE_DECLARE(stage_relay);
 
 typedef struct atn_rank {

@@ -33,7 +33,8 @@
 #undef fake_cuDeviceGetAttribute
 
 static uint64_t clock_ns(void);
-#define HOST_KERNELS_NOW_NS() clock_ns()
+/* It counts from 1970 on a GPU. */
+#define HOST_KERNELS_NOW_NS() (clock_ns() + 1790000000000000000u)
 #include "../unit/stage/host_kernels.h"
 #include "stage/courier.h"
 #include "stage/scheduler_steps.h"
@@ -195,7 +196,7 @@ static void run_relay_describe(const fake_launch_t *launch)
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
     uint64_t *clock;
     memcpy(&clock, launch->values[3], sizeof(clock));
-    *clock = clock_ns();
+    *clock = HOST_KERNELS_NOW_NS();
 }
 static void run_post(const fake_launch_t *launch)
 {

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define XPOOL_NVSHMEM_ABI      1u
+#define XPOOL_NVSHMEM_ABI      2u  /* also of what the kernels are given: stage/atn.c */
 #define XPOOL_NVSHMEM_ID_BYTES 128 /* of a unique id, its version included */
 #define XPOOL_NVSHMEM_SYMBOL   "xpool_nvshmem_plugin"
 

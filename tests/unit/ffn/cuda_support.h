@@ -137,6 +137,12 @@ static uint32_t fake_decodes, fake_bulks, fake_pieces, fake_fews;
 static const void *fake_products; /* where the latest bulk layer had its sums */
 static bool fake_device_breaks;   /* launches of decode end the context */
 
+/* The device's clock: it counts from 1970 on a GPU, which is more than 56 bits. */
+static uint64_t fake_clock_ns(void)
+{
+    return xp_monotonic_ns() + 1790000000000000000u;
+}
+
 static void fake_run_nothing(const fake_launch_t *launch)
 {
     (void)launch;
@@ -169,7 +175,7 @@ static void fake_run_gather(const fake_launch_t *launch)
 {
     const ffn_cuda_lane_t *lane = FAKE_ARGUMENT(const ffn_cuda_lane_t *, launch, 0);
     const ffn_cuda_answer_t *answer = FAKE_ARGUMENT(const ffn_cuda_answer_t *, launch, 1);
-    FAKE_ARGUMENT(ffn_cuda_run_t *, launch, 2)->began_ns = xp_monotonic_ns();
+    FAKE_ARGUMENT(ffn_cuda_run_t *, launch, 2)->began_ns = fake_clock_ns();
     for (uint32_t i = 0; i < answer->source_count; i++) {
         const ffn_cuda_slice_t slice = ffn_cuda_source_slice(lane, &answer->sources[i]);
         memcpy(slice.to, slice.from, slice.bytes);
@@ -190,7 +196,7 @@ static void fake_run_publish(const fake_launch_t *launch)
         if (slice.bytes)
             memcpy(slice.to, slice.from, slice.bytes);
     }
-    ffn_cuda_publish_words(&p, xp_monotonic_ns());
+    ffn_cuda_publish_words(&p, fake_clock_ns());
 }
 static void fake_run_fill(const fake_launch_t *launch)
 {
@@ -225,7 +231,7 @@ static void fake_run_digest(const fake_launch_t *launch)
 }
 static void fake_run_clock(const fake_launch_t *launch)
 {
-    *FAKE_ARGUMENT(uint64_t *, launch, 0) = xp_monotonic_ns();
+    *FAKE_ARGUMENT(uint64_t *, launch, 0) = fake_clock_ns();
 }
 
 static uint32_t fake_decoding; /* not 0: launches of decode are still under way */
@@ -270,7 +276,7 @@ static void fake_run_few_resident(const fake_launch_t *launch)
 static void fake_resident_command(ffn_cuda_queue_t *queue, const ffn_cuda_command_t *command)
 {
     ffn_cuda_record_t record;
-    const uint64_t began = xp_monotonic_ns();
+    const uint64_t began = fake_clock_ns();
     const uint32_t rows = command->lane->rows;
     assert_true(fake_resident.few ? rows > FFN_CUDA_DENSE_ROWS && rows <= FEW_ROWS_MOST
                                   : rows <= FFN_CUDA_DENSE_ROWS);
@@ -282,7 +288,7 @@ static void fake_resident_command(ffn_cuda_queue_t *queue, const ffn_cuda_comman
     ffn_cuda_record_begin(command->about, command->lane->rows, &record);
     record.resident = 1;
     record.lane = record.graph_template = FFN_CUDA_NO_LANE;
-    record.end_ns = xp_monotonic_ns();
+    record.end_ns = fake_clock_ns();
     record.duration_ns = record.end_ns - began;
     if (command->done)
         PROTOCOL_PUBLISH(command->done, command->done_value);

@@ -524,6 +524,7 @@ static void test_lease(void **state)
             assert_int_equal(records[i].resident, i % 202 != 201);
         assert_int_equal(records[i].instance, 10);
         assert_true(records[i].end_ns <= xp_monotonic_ns() + XP_NS_PER_MS);
+        assert_true(records[i].end_ns + 60 * XP_NS_PER_S > xp_monotonic_ns());
     }
     while (ffn_cuda_runtime_records(scene.runtime, records, 1000, &skipped))
         assert_int_equal(skipped, 0);

@@ -26,7 +26,8 @@
 
 #define HOST_KERNELS_AT(address, pe)                                                               \
     (heap_memory ? at_pe(address, pe) : (char *)(uintptr_t)(address))
-#define HOST_KERNELS_NOW_NS() xp_monotonic_ns()
+/* It counts from 1970 on a GPU: more than 56 bits. */
+#define HOST_KERNELS_NOW_NS() (xp_monotonic_ns() + 1790000000000000000u)
 #include "host_kernels.h"
 
 #define HIDDEN  16
