@@ -114,7 +114,8 @@ struct ffn_cuda_runtime {
     uint64_t taken;          /* requests */
     uint32_t lease;          /* last value written */
     bool offered;            /* that lease is odd, and its kernel is not launched yet */
-    bool few_wanted;         /* what came last is the kernel of few rows' */
+    bool drained;    /* what was asked for before the scheduler had seen the offer is fired */
+    bool few_wanted; /* what came last is the kernel of few rows' */
     uint64_t lease_since_ns, last_work_ns, last_bulk_ns, quiet_ns;
     _Atomic uint64_t host_launches, leases;
     _Atomic uint32_t lease_in_force; /* FFN_CUDA_LEASE_..., 0: none */

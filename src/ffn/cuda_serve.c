@@ -7,15 +7,16 @@
  *      lease ─────────────▶ none ──────────────────────▶ offered ───────────────────────▶ lease
  *                                nothing under way                 it, the ring is empty
  *
- * The kernel is launched only when the scheduler has seen the offer: from then on it asks the host
- * for bulk only, and what it asked for before is fired; of that, what decodes has ended first, for
- * a launch that needs all multiprocessors does not begin beside the kernel. So steady decoding
- * finds its way back to the resident kernel without a pause. There are two (ffn/cuda/dispatch.h);
- * the lease is offered for the one that the latest request could have had. A lease that was short
- * doubles quiet_ns, one that was long sets it back, so mixed work does not spend its time in
- * changes. The thread looks without rest for SERVE_SPIN_NS after the last work and naps in between
- * after that; the device never has to wake it. It is the only one that launches after start. It
- * never waits without a limit; whatever fails ends the runtime with one text.
+ * The kernel is launched only when the scheduler has seen the offer: what it asked for before is
+ * fired then, and what decodes has ended, for a launch that needs all multiprocessors does not
+ * begin beside the kernel. What is asked for from then on (bulk, or what the other kernel takes)
+ * waits for the launch: fired before it, steady work of that kind would keep the kernel waiting for
+ * ever. So steady decoding finds its way back to the resident kernel without a pause. There are two
+ * (ffn/cuda/dispatch.h); the lease is offered for the one that the latest request could have had. A
+ * lease that was short doubles quiet_ns, one that was long sets it back, so mixed work does not
+ * spend its time in changes. The thread looks without rest for SERVE_SPIN_NS after the last work
+ * and naps in between after that; the device never has to wake it. It is the only one that launches
+ * after start. It never waits without a limit; whatever fails ends the runtime with one text.
  */
 #include <errno.h>
 #include <sched.h>
@@ -202,7 +203,8 @@ static bool serve_resident(ffn_cuda_runtime_t *runtime, const ffn_cuda_request_t
     const ffn_cuda_dispatch_model_t *model = serve_model(runtime, request->layer);
     if (!model || (request->rows > model->decode_rows && request->rows > model->few_rows))
         return false;
-    runtime->few_wanted = request->rows > model->decode_rows;
+    if (request->rows)
+        runtime->few_wanted = request->rows > model->decode_rows;
     return true;
 }
 
@@ -281,14 +283,16 @@ static xp_status_t serve_consider(ffn_cuda_runtime_t *runtime, uint64_t now)
 /* One turn. */
 static xp_status_t serve_turn(ffn_cuda_runtime_t *runtime, uint64_t *looked_ns)
 {
-    bool worked;
+    bool worked = false, decoding = false;
     /* Before the ring: see serve_lease_is_seen. */
     const bool seen = runtime->offered && serve_lease_is_seen(runtime);
-    XP_TRY(serve_ring(runtime, &worked));
-    bool decoding = false;
+    if (!seen || !runtime->drained)
+        XP_TRY(serve_ring(runtime, &worked));
+    runtime->drained = seen;
     if (seen)
         XP_TRY(serve_busy(runtime, runtime->decode, &decoding));
     if (seen && !decoding) {
+        runtime->drained = false;
         XP_TRY(serve_lease_take(runtime));
         /* Bulk that came while the offer was out would wait behind the kernel for ever: it executes
          * what was posted to it, and leaves. */

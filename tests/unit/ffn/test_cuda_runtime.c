@@ -423,8 +423,9 @@ static void test_lease_after_decode(void **state)
     scene_install(&scene, f, 0);
     scene_start(&scene);
     const uint32_t hidden = f->spec.hidden;
-    float *x = calloc(hidden, sizeof(*x));
-    uint16_t *in = rows_of(1, hidden, FFN_CUDA_BF16, x, 11), *out = calloc(hidden, 2);
+    float *x = calloc(20 * hidden, sizeof(*x));
+    uint16_t *in = rows_of(20, hidden, FFN_CUDA_BF16, x, 11), *out = calloc(20 * hidden, 2);
+    uint16_t *many = calloc(20 * hidden, 2);
     for (const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
          PROTOCOL_LOAD_ACQUIRE(scene.dispatch->lease) % 2 == 0;)
         assert_true(xp_monotonic_ns() < limit);
@@ -438,16 +439,28 @@ static void test_lease_after_decode(void **state)
         assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
         assert_int_equal(stats.lease_in_force, 0);
     }
+    /* What only the host can have waits from then on, or it would keep the kernel waiting. */
+    const uint64_t launches = stats.host_launches;
+    scene_fill(&scene, 0, 0, 1, 20, in, many, NULL);
+    ffn_cuda_request_post(scene.dispatch, &scene.poster, 0, 1);
+    const uint64_t later = scene.ticket;
+    for (const uint64_t end = xp_monotonic_ns() + 30 * XP_NS_PER_MS; xp_monotonic_ns() < end;) {
+        assert_int_equal(ffn_cuda_runtime_stats(scene.runtime, &stats), XP_OK);
+        assert_int_equal(stats.host_launches, launches);
+    }
     /* What was posted to the kernel meanwhile is executed once it is there. */
     scene_fill(&scene, 1, 0, 0, 1, in, out, NULL);
     assert_true(scene_post(&scene, 1, NULL, 0));
     __atomic_store_n(&fake_decoding, 0, __ATOMIC_RELEASE);
     assert_true(scene_done(&scene, 1));
+    scene.ticket = later;
+    assert_true(scene_done(&scene, 0));
     scene_lease(&scene);
     assert_int_equal(fake_stuck, 0);
     free(x);
     free(in);
     free(out);
+    free(many);
     scene_close(&scene);
     fixture_close(f);
 }
