@@ -152,7 +152,7 @@ PROTOCOL_FUNCTION int ffn_cuda_lease_takes(const ffn_cuda_poster_t *poster, uint
                                            uint32_t decode_rows, uint32_t few_rows)
 {
     if (ffn_cuda_lease_few(poster->lease))
-        return few_rows && (rows == 0 || (rows > decode_rows && rows <= few_rows));
+        return rows > decode_rows && rows <= few_rows;
     return poster->lease % 2 == 1 && rows <= decode_rows;
 }
 
