@@ -9,6 +9,8 @@
 
 #include "http/instance_private.h"
 
+#define STREAM_BEHIND_BYTES (64u << 10) /* unsent: the client does not keep up */
+
 /* [logprob, id, text or null] */
 static void write_entry(const instance_job_t *job, http_text_t *text, const engine_logprob_t *token)
 {
@@ -137,6 +139,11 @@ void instance_sglang_reply(instance_job_t *job)
 
 void instance_sglang_stream(instance_job_t *job, instance_sequence_t *sequence, bool last)
 {
+    /* An event holds all that the ones before it hold, so their bytes grow with the square of the
+     * answer: a client that is behind gets fewer of them, not a broken stream. */
+    if (sequence->finish == ENGINE_FINISH_NONE && job->request &&
+        http_request_unsent(job->request) > STREAM_BEHIND_BYTES)
+        return;
     http_text_t *text = &job->instance->text;
     http_text_clear(text);
     http_text_puts(text, "data: ");

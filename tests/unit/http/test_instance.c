@@ -640,6 +640,30 @@ static void a_slow_reader_is_dropped(void **state)
     close(fd);
 }
 
+/* /generate streams all of the answer in each event: who reads slowly gets fewer, and the end. */
+static void a_slow_reader_of_whole_answers_gets_the_end(void **state)
+{
+    static const char body[] =
+        "{\"text\":[\"a\",\"b\",\"c\",\"d\",\"e\",\"f\",\"g\",\"h\",\"i\",\"j\",\"k\",\"l\"],"
+        "\"stream\":true,\"sampling_params\":{\"max_new_tokens\":510,\"ignore_eos\":true}}";
+    static const char end[] = "data: [DONE]\n\n\r\n0\r\n\r\n";
+    char text[512], tail[sizeof(end)];
+    tear_down(state);
+    start(&(http_instance_config_t){.max_output_bytes = 256 * 1024});
+    f.engine->tick_us = 20;
+    int fd = client_connect_small(f.port);
+    sprintf(text, "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
+            sizeof(body) - 1, body);
+    client_send(fd, text);
+    wait_for(f.engine->submitted > 0);
+    wait_for(f.engine->open == 0); /* not a byte is read until all of it was made */
+    client_read_tail(fd, tail, sizeof(end) - 1);
+    assert_string_equal(tail, end);
+    assert_int_equal(f.engine->cancelled, 0);
+    wait_for(open_requests() == 0);
+    close(fd);
+}
+
 static void quiesce(void *context)
 {
     http_instance_quiesce(f.instance);
@@ -784,6 +808,7 @@ int main(void)
         CASE(a_disconnect_cancels),
         CASE(half_close_after_a_quick_request),
         CASE(a_slow_reader_is_dropped),
+        CASE(a_slow_reader_of_whole_answers_gets_the_end),
         CASE(quiescing_refuses_new_and_ends_old),
         CASE(an_unsent_answer_is_open),
         CASE(destroying_with_open_requests),
