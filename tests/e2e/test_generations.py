@@ -48,6 +48,26 @@ def streams_of(system, prompt, count=5):
     return streams
 
 
+def held_streams(system, prompt):
+    """Streams that are certainly open, since the FfnAgents stand still; those that were over sooner are begun anew."""
+    agents = [pid for name, pid in system.roles().items() if name.startswith("ffnagent")]
+    for _ in range(10):
+        streams = streams_of(system, prompt)
+        for pid in agents:
+            os.kill(pid, signal.SIGSTOP)
+        before, now = None, []
+        while now != before:  # what was on its way to us
+            before, now = now, [len(stream.ids) for stream in streams]
+            time.sleep(0.2)
+        if not any(stream.done for stream in streams):
+            return streams
+        for pid in agents:
+            os.kill(pid, signal.SIGCONT)
+        for stream in streams:
+            stream.result()
+    raise harness.Failed("every stream was over before the FfnAgents were stopped")
+
+
 def longest_pause(stream):
     return max((b - a for a, b in zip(stream.times, stream.times[1:])), default=0.0)
 
@@ -352,10 +372,7 @@ def killed_while_draining():
     prompt = harness.golden()[0]
     with system_of_two() as system:
         system.start(120)
-        streams = streams_of(system, prompt)
-        for name, pid in system.roles().items():
-            if name.startswith("ffnagent"):
-                os.kill(pid, signal.SIGSTOP)
+        streams = held_streams(system, prompt)
         system.interrupt()
         harness.wait_until(lambda: "-> DRAINING" in system.log(), 5, "DRAINING", 0.005)
         os.kill(system.pid(FFN), signal.SIGKILL)
