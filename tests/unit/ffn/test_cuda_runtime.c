@@ -317,6 +317,15 @@ static void test_pieces(void **state)
     assert_int_equal(piece.rows, 128);
 }
 
+/* Create to start, with one model and nothing else asked for. */
+static void scene_begin(scene_t *scene, fixture_t *f, bool resident)
+{
+    scene_create(scene, resident);
+    scene_open(scene);
+    scene_install(scene, f, 0);
+    scene_start(scene);
+}
+
 /* Rows from several sources, the result to several consumers, each its slice. */
 static void test_gather_and_deliver(void **state)
 {
@@ -324,10 +333,7 @@ static void test_gather_and_deliver(void **state)
     SKIP_WITHOUT_DEVICE_CODE();
     fixture_t *f = family_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_BF16);
     scene_t scene;
-    scene_create(&scene, false);
-    scene_open(&scene);
-    scene_install(&scene, f, 0);
-    scene_start(&scene);
+    scene_begin(&scene, f, false);
     const uint32_t hidden = f->spec.hidden, first = 30, second = 12;
     float *x = calloc(42 * hidden, sizeof(*x));
     uint16_t *in = rows_of(42, hidden, FFN_CUDA_BF16, x, 5), *whole = calloc(42 * hidden, 2);
@@ -418,10 +424,7 @@ static void test_lease_after_decode(void **state)
     fixture_t *f = family_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_BF16);
     scene_t scene;
     ffn_cuda_stats_t stats;
-    scene_create(&scene, true);
-    scene_open(&scene);
-    scene_install(&scene, f, 0);
-    scene_start(&scene);
+    scene_begin(&scene, f, true);
     const uint32_t hidden = f->spec.hidden;
     float *x = calloc(20 * hidden, sizeof(*x));
     uint16_t *in = rows_of(20, hidden, FFN_CUDA_BF16, x, 11), *out = calloc(20 * hidden, 2);
@@ -595,10 +598,7 @@ static void test_lease_kinds(void **state)
     fixture_t *f = family_of(MODEL_ARCH_QWEN3_MOE, XP_DTYPE_BF16);
     scene_t scene;
     ffn_cuda_stats_t stats;
-    scene_create(&scene, true);
-    scene_open(&scene);
-    scene_install(&scene, f, 0);
-    scene_start(&scene);
+    scene_begin(&scene, f, true);
     const uint32_t hidden = f->spec.hidden;
     static const uint32_t rows[] = {3, 32, 64, 16, 17, 1};
     float *x = calloc(80 * hidden, sizeof(*x));
@@ -636,10 +636,7 @@ static void test_records_lost(void **state)
     SKIP_WITHOUT_DEVICE_CODE();
     fixture_t *f = family_of(MODEL_ARCH_LLAMA, XP_DTYPE_BF16);
     scene_t scene;
-    scene_create(&scene, false);
-    scene_open(&scene);
-    scene_install(&scene, f, 0);
-    scene_start(&scene);
+    scene_begin(&scene, f, false);
     float *x = calloc(f->spec.hidden, sizeof(*x));
     uint16_t *in = rows_of(1, f->spec.hidden, FFN_CUDA_BF16, x, 9);
     uint16_t *out = calloc(f->spec.hidden, 2);
@@ -864,10 +861,7 @@ static void test_stats_of_a_silent_device(void **state)
     fixture_t *f = family_of(MODEL_ARCH_LLAMA, XP_DTYPE_BF16);
     scene_t scene;
     ffn_cuda_stats_t stats = {0};
-    scene_create(&scene, false);
-    scene_open(&scene);
-    scene_install(&scene, f, 0);
-    scene_start(&scene);
+    scene_begin(&scene, f, false);
     assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
     fake.busy = never_ends;
     const uint64_t began_ns = xp_monotonic_ns();

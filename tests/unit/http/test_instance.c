@@ -618,18 +618,25 @@ static void half_close_after_a_quick_request(void **state)
     close(fd);
 }
 
+/* A request whose answer goes through small buffers, so that not reading it holds it up. */
+static int client_post_small(const char *path, const char *body)
+{
+    char text[512];
+    int fd = client_connect_small(f.port);
+    snprintf(text, sizeof(text), "POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
+             path, strlen(body), body);
+    client_send(fd, text);
+    return fd;
+}
+
 static void a_slow_reader_is_dropped(void **state)
 {
     tear_down(state);
     start(&(http_instance_config_t){.max_output_bytes = 64 * 1024});
     f.engine->tick_us = 20;
-    int fd = client_connect_small(f.port);
     static const char body[] = "{\"prompt\":\"a\",\"n\":60,\"ignore_eos\":true,\"max_tokens\":510,"
                                "\"stream\":true,\"logprobs\":20}";
-    char text[512];
-    sprintf(text, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
-            sizeof(body) - 1, body);
-    client_send(fd, text);
+    int fd = client_post_small("/v1/completions", body);
     wait_for(f.engine->cancelled > 0); /* all may be over before we look */
     wait_for(f.engine->open == 0);
     wait_for(open_requests() == 0);
@@ -647,14 +654,11 @@ static void a_slow_reader_of_whole_answers_gets_the_end(void **state)
         "{\"text\":[\"a\",\"b\",\"c\",\"d\",\"e\",\"f\",\"g\",\"h\",\"i\",\"j\",\"k\",\"l\"],"
         "\"stream\":true,\"sampling_params\":{\"max_new_tokens\":510,\"ignore_eos\":true}}";
     static const char end[] = "data: [DONE]\n\n\r\n0\r\n\r\n";
-    char text[512], tail[sizeof(end)];
+    char tail[sizeof(end)];
     tear_down(state);
     start(&(http_instance_config_t){.max_output_bytes = 256 * 1024});
     f.engine->tick_us = 20;
-    int fd = client_connect_small(f.port);
-    sprintf(text, "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
-            sizeof(body) - 1, body);
-    client_send(fd, text);
+    int fd = client_post_small("/generate", body);
     wait_for(f.engine->submitted > 0);
     wait_for(f.engine->open == 0); /* not a byte is read until all of it was made */
     client_read_tail(fd, tail, sizeof(end) - 1);
@@ -694,14 +698,11 @@ static void an_unsent_answer_is_open(void **state)
     static const char body[] = "{\"prompt\":\"a\",\"n\":16,\"ignore_eos\":true,\"max_tokens\":500,"
                                "\"stream\":true,\"logprobs\":20}";
     static const char end[] = "data: [DONE]\n\n\r\n0\r\n\r\n";
-    char text[512], tail[sizeof(end)];
+    char tail[sizeof(end)];
     tear_down(state);
     start(&(http_instance_config_t){.max_output_bytes = 256u << 20});
     f.engine->tick_us = 20;
-    int fd = client_connect_small(f.port);
-    sprintf(text, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
-            sizeof(body) - 1, body);
-    client_send(fd, text);
+    int fd = client_post_small("/v1/completions", body);
     wait_for(f.engine->submitted > 0);
     loop_do(&f.loop, quiesce, NULL);
     for (int seconds = 0; f.engine->open && seconds < 60; seconds++)
