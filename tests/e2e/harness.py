@@ -373,6 +373,32 @@ class System:
         body = {"model": identifier, "input_ids": ids, "sampling_params": sampling, "stream": True}
         return Stream(self.gateway_port, "/generate", body, timeout * SLOW)
 
+    def hold(self, begin):
+        """What `begin()` gives, a list of Streams, all certainly open since the FfnAgents stand still. Streams
+        that were over sooner, as they are on a busy machine, are begun anew."""
+        agents = [pid for name, pid in self.roles().items() if name.startswith("ffnagent")]
+        for _ in range(10):
+            streams = begin()
+            for pid in agents:
+                os.kill(pid, signal.SIGSTOP)
+            before, now = None, []
+            while now != before:  # what was on its way to us
+                before, now = now, [(len(stream.ids), stream.done) for stream in streams]
+                time.sleep(0.3)
+            if not any(stream.done or stream.error for stream in streams):
+                return streams
+            self.go_on()
+            for stream in streams:
+                stream.result()
+        raise Failed("a stream was always over before the FfnAgents were stopped")
+
+    def go_on(self):
+        """Those of the FfnAgents that live and were held."""
+        for name, pid in self.roles().items():
+            if name.startswith("ffnagent"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     # --- metrics -------------------------------------------------------------------------------------
     def metrics(self, base=None):
         """name{labels} -> value of a Prometheus page."""

@@ -69,9 +69,11 @@ def rank_main(folder, number):
     last, written, since = 0, 0, 0
     while not ended:
         if number == 0:
-            step, want, live = struct.unpack("III", shared[:12])
+            # Each word has one writer: `want` is the test's, and must not be written back here.
+            step, want, _ = struct.unpack("III", shared[:12])
             held = want if kv.info().mapped_tokens >= want else 0
-            shared[:12] = struct.pack("III", step + 1, want, held)
+            shared[8:12] = struct.pack("I", held)
+            shared[:4] = struct.pack("I", step + 1)
         step, want, live = struct.unpack("III", shared[:12])
         if step == last:
             continue

@@ -48,37 +48,15 @@ def streams_of(system, prompt, count=5):
     return streams
 
 
-def held_streams(system, prompt):
-    """Streams that are certainly open, since the FfnAgents stand still; those that were over sooner are begun anew."""
-    agents = [pid for name, pid in system.roles().items() if name.startswith("ffnagent")]
-    for _ in range(10):
-        streams = streams_of(system, prompt)
-        for pid in agents:
-            os.kill(pid, signal.SIGSTOP)
-        before, now = None, []
-        while now != before:  # what was on its way to us
-            before, now = now, [len(stream.ids) for stream in streams]
-            time.sleep(0.2)
-        if not any(stream.done for stream in streams):
-            return streams
-        for pid in agents:
-            os.kill(pid, signal.SIGCONT)
-        for stream in streams:
-            stream.result()
-    raise harness.Failed("every stream was over before the FfnAgents were stopped")
-
-
 def longest_pause(stream):
     return max((b - a for a, b in zip(stream.times, stream.times[1:])), default=0.0)
 
 
-def kill_in_flight(system, role):
-    """The FfnAgents stand still for a moment first, so that requests are certainly open."""
-    for name, pid in system.roles().items():
-        if name.startswith("ffnagent"):
-            os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.1)
+def kill_in_flight(system, role, prompt, count=5):
+    """Streams that are certainly open at the kill; the FfnAgents that remain stand still."""
+    streams = system.hold(lambda: streams_of(system, prompt, count))
     os.kill(system.pid(role), signal.SIGKILL)
+    return streams
 
 
 def shards(system):
@@ -113,10 +91,11 @@ def survives(role, rounds=5):
         instances = {m: system.pid(f"serve {m}") for m in MODELS}
         open_files, pauses = None, []
         for attempt in range(rounds):
-            streams = streams_of(system, prompt, 5 + 20 * attempt)
+            count = 5 + 20 * attempt
             if attempt % 2 == 0:
-                kill_in_flight(system, role)
+                streams = kill_in_flight(system, role, prompt, count)
             else:
+                streams = streams_of(system, prompt, count)
                 os.kill(system.pid(role), signal.SIGKILL)
             for stream in streams:
                 harness.check(stream.result(120) == want, f"round {attempt}: tokens changed by the new Generation")
@@ -164,9 +143,8 @@ def instance_too():
         want = system.generate("right", prompt["ids"], LENGTH, 120)
         for attempt in range(2):
             system.hand = []
-            _, survivor = streams_of(system, prompt)
             victim = system.pid("serve left")
-            kill_in_flight(system, FFN)
+            _, survivor = kill_in_flight(system, FFN, prompt)
             time.sleep(0.2 * attempt)
             os.kill(victim, signal.SIGKILL)
             harness.wait_until(lambda: victim not in system.processes(), 5, "the Instance is dead")
@@ -238,8 +216,7 @@ def by_hand():
         system.start_by_hand(120)
         want = system.generate("left", prompt["ids"], LENGTH, 120)
         agents = [p for p in system.hand if "agent" in p.args[1]]
-        streams = streams_of(system, prompt)
-        kill_in_flight(system, FFN)
+        streams = kill_in_flight(system, FFN, prompt)
         for process in agents:
             process.wait(5 * harness.SLOW)
         code, out, _ = system.run("daemon", "check")
@@ -264,9 +241,8 @@ def nobody_comes():
     prompt = harness.golden()[0]
     with system_of_two("[deadlines]\nreform = 2.0") as system:
         system.start_by_hand(120)
-        streams = streams_of(system, prompt)
+        streams = kill_in_flight(system, FFN, prompt)
         began = time.monotonic()
-        kill_in_flight(system, FFN)
         harness.wait_until(lambda: not system.processes(), 10, f"everything ends (left: {system.roles()})")
         took = time.monotonic() - began
         harness.check(1.5 < took < 4 * harness.SLOW, f"everything ended after {took:.1f} s")
@@ -352,9 +328,8 @@ def down_while_forming():
     for how in ("down", "interrupt"):
         with system_of_two() as system:
             system.start(120)
-            streams = streams_of(system, prompt)
             # Agents that live shortly are started again after a pause.
-            kill_in_flight(system, FFN)
+            streams = kill_in_flight(system, FFN, prompt)
             harness.wait_until(lambda: generation(system) == 2, 5, "the next Generation begins", 0.005)
             if how == "down":
                 code, out, error = system.run("down", timeout=40)
@@ -372,7 +347,7 @@ def killed_while_draining():
     prompt = harness.golden()[0]
     with system_of_two() as system:
         system.start(120)
-        streams = held_streams(system, prompt)
+        streams = system.hold(lambda: streams_of(system, prompt))
         system.interrupt()
         harness.wait_until(lambda: "-> DRAINING" in system.log(), 5, "DRAINING", 0.005)
         os.kill(system.pid(FFN), signal.SIGKILL)

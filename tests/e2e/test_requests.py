@@ -19,13 +19,19 @@ def disconnect_frees_kv():
     prompt = harness.golden()[0]
     with harness.System([harness.model("tales", dtype="float32")]) as system:
         system.start(120)
-        for _ in range(3):
+
+        def begin():
             streams = [system.stream("tales", prompt["ids"], 900) for _ in range(4)]
             for stream in streams:
                 stream.wait(5)
+            return streams
+
+        for _ in range(3):
+            streams = system.hold(begin)
             harness.wait_until(lambda: views.kv_pages_used(system) > 0, 10, "the requests' KV is seen")
             for stream in streams:
                 stream.close()
+            system.go_on()
             harness.wait_until(lambda: views.kv_pages_used(system) == 0, 10, "the KV of the requests is free again")
             harness.check(max(len(s.ids) for s in streams) < 900, "a request ended before its client went away")
         # The same for a client that waits for the whole answer. Such an answer may come before anybody has
