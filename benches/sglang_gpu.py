@@ -433,7 +433,7 @@ def latency_of(run, name):
 
 def worst_ratio(book):
     ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and book.has(m)}
-    if not ratios:
+    if not any(metric in book.fresh for metric in ratios):
         return
     worst = max(ratios, key=ratios.get)
     book.add(results.row("tbt.one_model.sglang_ratio", ratios[worst], "ratio", target="<= 1.15",
@@ -565,6 +565,8 @@ def more_plain(run, names):
 
 
 def more_ours(run, names):
+    names = [name for name in names if any(run.samples.get("latency_plain", cell_name(name, *cell)) for cell in cells_of(run))]
+    harness.check(names, "there is nothing of SGLang alone to compare with")
     fleet = run.start_most("more-ours", models=[more_model(run, name) for name in names])
     for name, server in list(fleet.instances.items()):
         try:
@@ -736,16 +738,13 @@ def router_fleet(run):
 
 
 def step_spread(run):
-    def plain():
-        fleet = router_fleet(run)
-        harness.check(COLD[0] in fleet.vanilla, fleet.lost.get(f"vanilla {COLD[0]}", "SGLang alone does not serve"))
-        return fleet.vanilla[COLD[0]]
-
-    if not all(run.book.has(f"sglang.spread.{side}.least_tokens") for side in ("plain", "crosspool")):
-        try:
-            sglang_spread.measure(run, COLD[0], LEAST_TOKENS, plain, burst)
-        except harness.Failed as error:  # the Instances beside it go on
-            run.fails("spread", error)
+    if all(run.book.has(f"sglang.spread.{side}.least_tokens") for side in ("plain", "crosspool")):
+        return
+    fleet = router_fleet(run) if sglang_spread.wants_server(run) else None
+    try:
+        sglang_spread.measure(run, COLD[0], LEAST_TOKENS, fleet and fleet.vanilla.get(COLD[0]), burst)
+    except harness.Failed as error:  # the Instances beside it go on
+        run.fails("spread", error)
 
 
 def step_padded(run):

@@ -104,7 +104,7 @@ def wants_server(run):
 
 
 def measure(run, name, tokens, server, burst):
-    """Adds the rows of both sides. `server` gives SGLang alone, started as plain_model says; `burst` asks it."""
+    """Adds the rows of both sides. `server`: SGLang alone, started as plain_model says, or None; `burst` asks it."""
     book = run.book
     facts = sglang_models.facts(run.real(name).path)
     if not book.has("sglang.spread.crosspool.least_tokens"):
@@ -112,7 +112,8 @@ def measure(run, name, tokens, server, burst):
         book.add(row("crosspool", counts, tokens, f"{name}, routers as the FFN side fills them, normal random rows"))
     if wants_server(run):
         wanted = tokens if run.host.kind == "cuda" else 400
-        counts, asked = of_sglang(run, server(), wanted, burst)
+        harness.check(server, "SGLang alone, with its recorder, does not serve")
+        counts, asked = of_sglang(run, server, wanted, burst)
         book.add(row("plain", counts, asked, f"{name}, SGLang's recorder, prompts of random ids"))
     elif not book.has("sglang.spread.plain.least_tokens"):
         print("    left out: SGLang's recorder cannot write its file on a CPU", flush=True)
