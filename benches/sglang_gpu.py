@@ -167,7 +167,7 @@ class Samples:
         for folder in (base, before):
             for path in sorted(folder.glob("sglang_*.samples")) if folder else ():
                 self.kinds[path.stem.removeprefix("sglang_")] = json.loads(path.read_text())
-                if folder != out:
+                if folder != out and folder != base:  # what is in OUT is newer than what is there
                     (out / path.name).write_bytes(path.read_bytes())
 
     def get(self, kind, key):

@@ -324,6 +324,7 @@ class Rows(unittest.TestCase):
                 samples = sglang_gpu.Samples(folder / "out", None, folder / "base", again)
                 self.assertEqual((samples.get("kv_neighbour", "ours"), samples.wanted("kv_neighbour", "ours")), ({"alone": 1}, again))
                 self.assertTrue(samples.wanted("kv_neighbour", "kvcached"))
+            self.assertEqual(list((folder / "out").iterdir()), [])  # nothing that would be taken for newer
             samples.keep("kv_neighbour", "ours", {"alone": 2})
             self.assertFalse(samples.wanted("kv_neighbour", "ours"))
             self.assertTrue((folder / "out" / "sglang_kv_neighbour.samples").exists())
