@@ -489,9 +489,13 @@ def given_back(run, server, gpu):
     return (before - after) / 1024
 
 
-def memory_rows(run, name, ours, plain):
+def entry_of(fleet, name):
+    """What the daemon says of a model whose Instance serves."""
+    return next(one for one in fleet.state()["models"] if one["id"] == name)
+
+
+def memory_rows(run, name, entry, ours, plain):
     """Of what given_back() and SGLang's own account of loading say of each side: (GiB, GB)."""
-    entry = next(one for one in run.fleet.state()["models"] if one["id"] == name)
     kv_tokens = next(model.kv_tokens for model in run.fleet.models if model.name == name)
     run.book.add(
         results.row(f"sglang.memory.{name}.gib", ours[0], "GiB", peer=plain[0],
@@ -507,8 +511,9 @@ def memory_of(run, name):
     if run.book.has(f"sglang.memory.{name}.gib") or run.host.kind == "cpu":
         return
     fleet = real_fleet(run, name)
+    entry = entry_of(fleet, name)
     plain, ours = ((given_back(run, server, 0), server.loaded_gb()) for server in (fleet.vanilla[name], fleet.instances[name]))
-    memory_rows(run, name, ours, plain)
+    memory_rows(run, name, entry, ours, plain)
     run.stop()
 
 
@@ -586,10 +591,10 @@ def more_ours(run, names):
                 ours_cell(run, name, metric, context, batch, rounds, plain, "; the sides one after the other, each in a start of its own")
             except harness.Failed as error:
                 run.fails(metric, error)
+    for name, server in fleet.instances.items():
         plain = run.samples.get("memory_plain", name)
         if plain and run.host.kind == "cuda" and not run.book.has(f"sglang.memory.{name}.gib"):
-            memory_rows(run, name, (given_back(run, server, 0), server.loaded_gb()), plain)
-            del fleet.instances[name]
+            memory_rows(run, name, entry_of(fleet, name), (given_back(run, server, 0), server.loaded_gb()), plain)
     run.stop()
 
 

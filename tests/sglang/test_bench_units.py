@@ -411,7 +411,8 @@ class Memory(unittest.TestCase):
             return types.SimpleNamespace(end=end, loaded_gb=lambda: 1.0)
 
         entry = {"id": "m", "attention_weight_bytes": 3 << 30, "ffn_weight_bytes": 54 << 30}
-        fleet = types.SimpleNamespace(state=lambda: {"models": [entry]}, vanilla={"m": ends(61440)}, instances={"m": ends(10240)},
+        # The daemon is asked while the Instance is there.
+        fleet = types.SimpleNamespace(state=lambda: {"models": [entry] if used["now"] == 90000 else []}, vanilla={"m": ends(61440)}, instances={"m": ends(10240)},
                                       models=[types.SimpleNamespace(name="m", kv_tokens=1000)])
         rows = []
         book = types.SimpleNamespace(has=lambda metric: False, add=lambda *more: rows.extend(more))
