@@ -61,7 +61,7 @@ def along(path, sides):
     workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2, len(every))
     if workers > 1:
         with multiprocessing.get_context("fork").Pool(workers) as pool:
-            judged = pool.map(judge, [answer for _, answer in every], chunksize=1)
+            judged = pool.map_async(judge, [answer for _, answer in every], chunksize=1).get(timeout=LIMIT_S * 2 / 3)  # before ask() gives up, so that they end
     else:
         judged = [judge(answer) for _, answer in every]
     found = {name: [] for name in sides}
