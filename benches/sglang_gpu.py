@@ -53,6 +53,7 @@ import sglang_servers
 import sglang_spread
 from sglang_servers import Fleet, Model, harness
 from sglang_tokens import (
+    EXPECTED,
     Replayed,
     body_of,
     check_graphs,
@@ -200,6 +201,7 @@ class Run:
         self.fleet = None
         self.failures = []
         self.start_s = START_S
+        self.recorded = False  # whether SGLang's recorder was asked, whatever came of it
         self.samples = kept_samples(arguments)
         models = arguments.models if arguments.rehearse else MODELS
         planned = [f"{cell_name(m, c, b)}.ratio" for m in models for c in self.sizes.contexts for b in self.sizes.batches]
@@ -425,7 +427,7 @@ def latency_of(run, name):
             run.need(cell_seconds(batch, context), metric)
             try:
                 ours_cell(run, name, metric, context, batch, rounds, measure_cell(run, fleet.vanilla[name], batch, context, rounds))
-            except harness.Failed as error:
+            except EXPECTED as error:
                 run.fails(metric, error)
     finally:
         worst_ratio(book)
@@ -561,9 +563,9 @@ def more_plain(run, names):
                 found = measure_cell(run, server, batch, context, run.sizes.more_rounds.get(batch, 1))
                 run.samples.keep("latency_plain", cell_name(name, context, batch), {key: [round(1e6 * value) for value in values] for key, values in found.items()})
             check_graphs(run, [server])
-        except harness.Failed as error:
+        except EXPECTED as error:
             run.fails(f"SGLang alone, {name}", error)
-        if run.host.kind == "cuda" and run.samples.wanted("memory_plain", name):
+        if run.host.kind == "cuda" and run.samples.wanted("memory_plain", name) and server.process.poll() is None:
             run.samples.keep("memory_plain", name, [given_back(run, server, PLACES.get(name, 0)), server.loaded_gb()])
             del fleet.vanilla[name]
     run.stop()
@@ -577,7 +579,7 @@ def more_ours(run, names):
         try:
             check_graphs(run, [server])
             warm_up(run, server)
-        except harness.Failed as error:
+        except EXPECTED as error:
             run.fails(name, error)
             continue
         for context, batch in cells_left(run, name):
@@ -589,11 +591,11 @@ def more_ours(run, names):
             plain = {key: [value / 1e6 for value in values] for key, values in plain.items()}
             try:
                 ours_cell(run, name, metric, context, batch, rounds, plain, "; the sides one after the other, each in a start of its own")
-            except harness.Failed as error:
+            except EXPECTED as error:
                 run.fails(metric, error)
     for name, server in fleet.instances.items():
         plain = run.samples.get("memory_plain", name)
-        if plain and run.host.kind == "cuda" and not run.book.has(f"sglang.memory.{name}.gib"):
+        if plain and run.host.kind == "cuda" and not run.book.has(f"sglang.memory.{name}.gib") and server.process.poll() is None:
             memory_rows(run, name, entry_of(fleet, name), (given_back(run, server, 0), server.loaded_gb()), plain)
     run.stop()
 
@@ -736,7 +738,7 @@ def router_fleet(run):
     if run.fleet is None or run.fleet.name != "routers":
         steps, name = run.arguments.only.split(","), COLD[0]
         plain = sglang_spread.plain_model(run, run.real(name, run.sizes.cold_kv_tokens))
-        vanilla = [(plain, run.host.atn)] if "spread" in steps and sglang_spread.wants_server(run) else []
+        vanilla = [(plain, run.host.atn)] if "spread" in steps and sglang_spread.wants_server(run) and not run.recorded else []
         run.padded = sglang_padded.models(run, name) if "padded" in steps and sglang_padded.missing(run) else []
         run.start_most("routers", start_s=ROUTERS_S, vanilla=vanilla, models=[model for _, model in run.padded])
     return run.fleet
@@ -746,19 +748,25 @@ def step_spread(run):
     if all(run.book.has(f"sglang.spread.{side}.least_tokens") for side in ("plain", "crosspool")):
         return
     fleet = router_fleet(run) if sglang_spread.wants_server(run) else None
+    run.recorded = True
     try:
         sglang_spread.measure(run, COLD[0], LEAST_TOKENS, fleet and fleet.vanilla.get(COLD[0]), burst)
-    except harness.Failed as error:  # the Instances beside it go on
+    except EXPECTED as error:  # the Instances beside it go on
         run.fails("spread", error)
+    end_recorder(run)
+
+
+def end_recorder(run):
+    """SGLang alone is not needed any more."""
+    if run.fleet and run.fleet.name == "routers":
+        for server in run.fleet.vanilla.values():
+            server.end()
+        run.fleet.vanilla.clear()
 
 
 def step_padded(run):
     if sglang_padded.missing(run):
         fleet = router_fleet(run)
-        if run.book.has("sglang.spread.plain.least_tokens"):
-            for server in fleet.vanilla.values():
-                server.end()
-            fleet.vanilla.clear()
         sglang_padded.measure(run, COLD[0], LEAST_TOKENS, fleet, run.padded, check_graphs, (burst, steady_gaps, Replayed))
 
 

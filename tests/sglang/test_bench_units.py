@@ -385,7 +385,7 @@ class Starts(unittest.TestCase):
 
         def begin(only, has=()):
             run = types.SimpleNamespace(arguments=types.SimpleNamespace(only=only, rehearse=False, recorder=False, scratch=pathlib.Path("/s")), fleet=None,
-                                        sizes=sglang_gpu.Sizes(False), host=types.SimpleNamespace(kind="cuda", atn=["cuda:0"]),
+                                        recorded=False, sizes=sglang_gpu.Sizes(False), host=types.SimpleNamespace(kind="cuda", atn=["cuda:0"]),
                                         book=types.SimpleNamespace(has=lambda metric: metric in has),
                                         real=lambda name, *_: sglang_servers.Model(name, "path", dummy=True),
                                         start_most=lambda name, start_s, vanilla, models: started.append((vanilla, models)))  # fmt: skip
