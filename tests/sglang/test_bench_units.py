@@ -400,6 +400,18 @@ class Starts(unittest.TestCase):
         self.assertEqual([len(one) for one in begin("spread", has=["sglang.padded.4.rows_per_layer"])], [1, 0])
 
 
+    def test_a_recorder_that_dies_ends_alone(self):
+        ended = []
+        fleet = types.SimpleNamespace(name="routers", vanilla={sglang_gpu.COLD[0]: types.SimpleNamespace(end=lambda: ended.append("recorder"))}, instances={"i": None})
+        run = types.SimpleNamespace(fleet=fleet, recorded=False, failures=[], host=types.SimpleNamespace(kind="cuda"), book=types.SimpleNamespace(has=lambda metric: False))
+        run.fails = lambda what, error: run.failures.append(f"{what}: {error}")
+        with mock.patch.object(sglang_spread, "measure", side_effect=ConnectionResetError("gone")):
+            sglang_gpu.step_spread(run)
+        self.assertEqual((ended, run.failures, run.recorded), (["recorder"], ["spread: gone"], True))
+        self.assertIs(sglang_gpu.router_fleet(run), fleet)
+        self.assertEqual((fleet.vanilla, list(fleet.instances)), ({}, ["i"]))
+
+
 class Memory(unittest.TestCase):
     def test_what_a_server_gives_back(self):
         used = {"now": 90000}
