@@ -34,7 +34,6 @@ printed as failed. `--rehearse` takes the same way with small checkpoints on CPU
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
@@ -434,11 +433,12 @@ def step_neighbour(run):
 def neighbour_rows(run):
     ours, peer = (run.samples.get("kv_neighbour", side) for side in ("ours", "kvcached"))
     fresh = any(kind == "kv_neighbour" for kind, _ in run.samples.fresh)
-    if not ours or (not fresh and run.book.rows.get("tbt.neighbour.growth", {}).get("peer") is not None):
+    if not ours or not (fresh or run.book.lacks("tbt.neighbour.growth") or (peer and run.book.rows["tbt.neighbour.growth"]["peer"] is None)):
         return
     words = f"{run.who(ALONE)}, 1 stream of {run.sizes.contexts[0]} tokens, beside {run.who(BUSY)} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
     if peer:
         words += f"; kvcached, both on one GPU: {peer['alone'] * 1e3:.2f} and {peer['beside'] * 1e3:.2f} ms"
+    words += results.kept(ours=run.samples.at("kv_neighbour", "ours"), peer=run.samples.at("kv_neighbour", "kvcached"))
     run.book.add(results.row("tbt.neighbour.growth", ours["beside"] / ours["alone"], "ratio", target="<= 1.2",
                              peer=peer["beside"] / peer["alone"] if peer else None, note=words))
 
@@ -454,23 +454,28 @@ def measure_cold(run, side, servers):
         run.need(run.sizes.cold_seconds + 20, f"cold models at {rate:g} requests/s")
         one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
         one["load"] = sglang_gpu.cold_load_words(run, path, [server.model.name for server in servers])
-        one["at"] = [results.commit(), datetime.date.today().isoformat()]
         run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {kv_load.quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P99 {kv_load.quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
+        cold_rows(run)  # the next rate may not fit
     cold_rows(run)
+
+
+def cold_sample(run, side, rate):
+    one = run.samples.get(f"kv_cold_{side}", f"{rate:g}")
+    return one and {**one, "at": run.samples.at(f"kv_cold_{side}", f"{rate:g}")}
 
 
 def cold_rows(run):
     for rate in run.arguments.cold_rates:
-        ours = run.samples.get("kv_cold_ours", f"{rate:g}")
+        ours = cold_sample(run, "ours", rate)
         for peer in ("kvcached", "static"):
-            theirs = run.samples.get(f"kv_cold_{peer}", f"{rate:g}")
+            theirs = cold_sample(run, peer, rate)
             metric = f"kv.cold.rate{rate:g}.{peer}_p99_ratio"
             fresh = any((f"kv_cold_{side}", f"{rate:g}") in run.samples.fresh for side in ("ours", peer))
             if ours and theirs and ours["load"] != theirs["load"]:
                 print(f"    {peer} at {rate:g}: measured with another load ({theirs['load']}, ours {ours['load']}), no ratio", flush=True)
-            elif ours and theirs and (fresh or not run.book.has(metric)):
+            elif ours and theirs and (fresh or run.book.lacks(metric)):
                 rows = kv_load.ratio_rows(rate, peer, ours, theirs, run.sizes.pool)
                 run.book.add(*rows)
                 if rate == run.arguments.cold_rates[0]:
@@ -574,12 +579,15 @@ def capacity_rows(run):
     for name in MODELS:
         mine = (by["whole"] or by["ours"] or {}).get(name)
         peers = {side: by[side][name] for side in ("kvcached", "static") if by[side]}
-        if mine and peers:
+        told = ["whole" if by["whole"] else "ours", *peers]
+        metric = f"kv.longest.{name}.capacity_tokens"
+        if mine and peers and (run.book.lacks(metric) or any(("kv_capacity", side) in run.samples.fresh for side in told)):
             words = ", ".join(f"{side} {tokens}" for side, tokens in peers.items())
             more = "as planned for the whole GPU, not run at that size" if by["whole"] else "as it ran"
-            run.book.add(results.row(f"kv.longest.{name}.capacity_tokens", mine, "tokens", peer=peers.get("kvcached"), target=">= peer",
+            run.book.add(results.row(metric, mine, "tokens", peer=peers.get("kvcached"), target=">= peer",
                                      note=f"memory for one context, {more}; peers by their own words: {words}; the model itself allows "
-                                     f"{sglang_models.facts(run.real(name).path)['max_position_embeddings']}"))
+                                     f"{sglang_models.facts(run.real(name).path)['max_position_embeddings']}"
+                                     + results.kept(**{side if side in peers else "ours": run.samples.at("kv_capacity", side) for side in told})))
 
 
 # ---- goodput -------------------------------------------------------------------------------------------------
@@ -710,13 +718,16 @@ def goodput_rows(run):
     for rate in run.arguments.rates:
         by = {policy: goodput_sample(run, rate, policy) for policy in POLICIES}
         for other in POLICIES[:2]:
-            if by["deadline"] and by[other]:
+            metric = f"kv.goodput.rate{rate:g}.deadline_{other}_ratio"
+            keys = {policy: ("kv_goodput", f"{rate:g} {policy}") for policy in ("deadline", other)}
+            if by["deadline"] and by[other] and (run.book.lacks(metric) or run.samples.fresh.intersection(keys.values())):
                 target = "> 1" if other == "static" and rate == run.arguments.rates[0] else ">= 1"
-                run.book.add(results.row(f"kv.goodput.rate{rate:g}.deadline_{other}_ratio", by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
+                run.book.add(results.row(metric, by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
                                          "ratio", peer=by[other]["goodput"], target=target,
                                          note=f"at {rate:g} requests/s each, prompts {run.sizes.scale:g} times the trace's, a pool of {run.sizes.goodput_pool / 2**20:g} MiB; prefill alone takes "
                                          f"{by['deadline']['prefill_fraction']:.2f} of the time, {other} {by[other]['prefill_fraction']:.2f}; "
-                                         f"refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"))
+                                         f"refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"
+                                         + results.kept(**{policy: run.samples.at(*key) for policy, key in keys.items()})))
     plots(run)
     run.book.write()
 

@@ -35,6 +35,18 @@ def commit():
     return out.stdout.strip() if out.returncode == 0 else "unknown"
 
 
+def here():
+    """What is measured now is of this commit and day."""
+    return [commit(), datetime.date.today().isoformat()]
+
+
+def kept(**sides):
+    """Words for a note: which of the sides, {who: [commit, day]}, are of another commit or day than this run's;
+    None where that is not known."""
+    now = here()
+    return "".join(f"; {who} of {at[1]}, commit {at[0]}" for who, at in sides.items() if at and list(at) != now)
+
+
 def command(words=None):
     """How this program was called, for the file of its results: a whole path, which is this machine's own
     business, becomes the name of its option."""

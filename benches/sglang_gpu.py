@@ -126,6 +126,10 @@ class Book:
     def has(self, metric):
         return self.rows.get(metric, {}).get("value") is not None and (not self.again or metric in self.fresh)
 
+    def lacks(self, metric):
+        """Nobody has measured it so far."""
+        return self.rows.get(metric, {}).get("value") is None
+
     def add(self, *rows):
         for row in rows:
             self.rows[row["metric"]] = row
@@ -160,8 +164,8 @@ class Book:
 
 class Samples:
     """What was measured of one side, kept in files of OUT so that the other may be measured in a later run. They go on
-    from those in `base`, where all_on_device puts them, and from those in `before`. `again`: they are measured
-    nevertheless."""
+    from those in `base`, where all_on_device puts them, and from those in `before`. Beside each its commit and day are
+    kept, under "at". `again`: they are measured nevertheless."""
 
     def __init__(self, out, before, base=None, again=False):
         self.out, self.kinds, self.again, self.fresh = out, {}, again, set()
@@ -178,8 +182,17 @@ class Samples:
         """Whether it is to be measured."""
         return not self.get(kind, key) or (self.again and (kind, key) not in self.fresh)
 
-    def keep(self, kind, key, value):
-        self.kinds.setdefault(kind, {})[key] = value
+    def at(self, kind, key):
+        """[commit, day] on which it was measured; None: it is not there, or did not say."""
+        value = self.get(kind, key)
+        own = value.get("at") if isinstance(value, dict) else None
+        return own or (value and self.kinds[kind].get("at", {}).get(key))
+
+    def keep(self, kind, key, value, at=None):
+        """`at`: where it is another side's that was measured before."""
+        one = self.kinds.setdefault(kind, {})
+        one[key] = value
+        one.setdefault("at", {})[key] = at or results.here()
         self.fresh.add((kind, key))
         (self.out / f"sglang_{kind}.samples").write_text(json.dumps(self.kinds[kind], separators=(",", ":")))
         return value
@@ -496,15 +509,15 @@ def entry_of(fleet, name):
     return next(one for one in fleet.state()["models"] if one["id"] == name)
 
 
-def memory_rows(run, name, entry, ours, plain):
-    """Of what given_back() and SGLang's own account of loading say of each side: (GiB, GB)."""
+def memory_rows(run, name, entry, ours, plain, how=""):
+    """Of what given_back() and SGLang's own account of loading say of each side: (GiB, GB). `how`: as in ours_cell()."""
     kv_tokens = next(model.kv_tokens for model in run.fleet.models if model.name == name)
     run.book.add(
         results.row(f"sglang.memory.{name}.gib", ours[0], "GiB", peer=plain[0],
-                    note=f"memory of its GPU given back when the server ended; both with a KV Cache of {kv_tokens} tokens"),
+                    note=f"memory of its GPU given back when the server ended; both with a KV Cache of {kv_tokens} tokens{how}"),
         results.row(f"sglang.memory.{name}.attention_weights_gib", entry["attention_weight_bytes"] / 2**30, "GiB",
                     note=f"held by the Instance; {entry['ffn_weight_bytes'] / 2**30:.2f} GiB of FFN weights on the FFN side; "
-                    f"SGLang's own account of loading: {ours[1]} GB, alone {plain[1]} GB"),
+                    f"SGLang's own account of loading: {ours[1]} GB, alone {plain[1]} GB{how}"),
     )
 
 
@@ -589,14 +602,16 @@ def more_ours(run, names):
                 continue
             run.need(cell_seconds(batch, context), metric)
             plain = {key: [value / 1e6 for value in values] for key, values in plain.items()}
+            how = "; the sides one after the other, each in a start of its own" + results.kept(peer=run.samples.at("latency_plain", metric))
             try:
-                ours_cell(run, name, metric, context, batch, rounds, plain, "; the sides one after the other, each in a start of its own")
+                ours_cell(run, name, metric, context, batch, rounds, plain, how)
             except EXPECTED as error:
                 run.fails(metric, error)
     for name, server in fleet.instances.items():
         plain = run.samples.get("memory_plain", name)
         if plain and run.host.kind == "cuda" and not run.book.has(f"sglang.memory.{name}.gib") and server.process.poll() is None:
-            memory_rows(run, name, entry_of(fleet, name), (given_back(run, server, 0), server.loaded_gb()), plain)
+            how = results.kept(peer=run.samples.at("memory_plain", name))
+            memory_rows(run, name, entry_of(fleet, name), (given_back(run, server, 0), server.loaded_gb()), plain, how)
     run.stop()
 
 
@@ -662,7 +677,7 @@ def cold_side(run, side, rates, lengths):
     kind = f"cold_{side}"
     for rate in rates if side == "static" else ():
         if run.samples.wanted(kind, f"{rate:g}") and (one := shared_static(run, rate)):
-            run.samples.keep(kind, f"{rate:g}", {**one, "kv": "filled its GPU"})
+            run.samples.keep(kind, f"{rate:g}", {**one, "kv": "filled its GPU"}, run.samples.at("kv_cold_static", f"{rate:g}"))
     todo = [rate for rate in rates if run.samples.wanted(kind, f"{rate:g}")]
     if not todo:
         return
@@ -711,12 +726,14 @@ def step_cold(run):
 def cold_rows(run, rates, words):
     sizes = run.sizes
     for rate in rates:
-        ours, static = (run.samples.get(f"cold_{side}", f"{rate:g}") for side in ("ours", "static"))
-        if not ours or not static:
+        keys = [(f"cold_{side}", f"{rate:g}") for side in ("ours", "static")]
+        ours, static = (run.samples.get(*key) for key in keys)
+        if not ours or not static or not (run.samples.fresh.intersection(keys) or run.book.lacks(f"sglang.cold.{rate:g}.tbt_p99_ms")):
             continue
         note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
         peers = "the peer's " + static.get("kv", "fixed")
         note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, {peers}, ours elastic"
+        note += results.kept(ours=run.samples.at(*keys[0]), peer=run.samples.at(*keys[1]))
         rows = []
         for key, part, word in (("tbt", 0.5, "tbt_p50"), ("tbt", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50"), ("ttft", 0.99, "ttft_p99")):
             values = [quantile(side[key], part) * 1e3 for side in (ours, static)]

@@ -200,6 +200,42 @@ class GoingOn(unittest.TestCase):
             self.assertEqual(sglang_gpu.Samples(second, first).get("tokens", "m"), [1, 2])
             self.assertEqual(sglang_gpu.Samples(second, second).get("tokens", "m"), [1, 2])
 
+    def test_samples_know_their_commit_and_day(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            samples = sglang_gpu.Samples(folder, None)
+            samples.keep("tokens", "m", [1, 2], ["old", "a day"])
+            samples.keep("kv_cold_ours", "1", {"at": ["older", "its day"]})
+            samples.keep("tokens", "n", [3])
+            again = sglang_gpu.Samples(folder, folder)
+            self.assertEqual([again.at("tokens", "m"), again.at("tokens", "n"), again.at("tokens", "o")], [["old", "a day"], results.here(), None])
+            self.assertEqual(again.at("kv_cold_ours", "1"), ["older", "its day"])
+            self.assertEqual(results.kept(ours=again.at("tokens", "m"), peer=again.at("tokens", "n"), other=None), "; ours of a day, commit old")
+        for path in sglang_gpu.SAMPLES.glob("sglang_*.samples"):  # all that later runs may go on from
+            kept = sglang_gpu.Samples(ROOT, None, sglang_gpu.SAMPLES)
+            for kind, one in kept.kinds.items():
+                self.assertTrue(all(kept.at(kind, key) for key in one if key != "at"), path)
+
+    def test_tokens_of_two_commits_say_so(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            run = run_on()
+            run.samples, run.sizes = sglang_gpu.Samples(folder, None), sglang_gpu.Sizes(False)
+            run.book, run.need = sglang_gpu.Book(folder / "x.json", "m", None, []), lambda *_: None
+            run.samples.keep("tokens", "c-graphs", [([1, 2], [5.0, 5.0])], ["abc", "a day"])
+            replayed = mock.MagicMock()
+            replayed.return_value.__enter__.return_value.words = lambda: "replayed 1"
+            with mock.patch.object(sglang_tokens, "check_graphs"), mock.patch.object(sglang_tokens, "Replayed", replayed), \
+                 mock.patch.object(sglang_tokens, "greedy", return_value=[([1, 2], [])]):
+                sglang_tokens.pair_of_tokens(run, "t", "c", "graphs", None, server(LOG))
+            self.assertIn("; peer of a day, commit abc", run.book.rows["t.agreement"]["note"])
+            judged_so = {"ours": judged([0, 0]), "plain": judged([0, 0])}
+            run.arguments = types.SimpleNamespace(python="python3")
+            run.small = lambda *_: types.SimpleNamespace(path=None)
+            with mock.patch.object(sglang_tokens.sglang_truth, "ask", return_value=judged_so), mock.patch.object(sglang_tokens, "prompts_of", return_value=[[1]]):
+                sglang_tokens.step_float32(run)
+            self.assertIn("; peer of a day, commit abc", run.book.rows["t.float32_agreement"]["note"])
+
     def test_rows_of_another_commit_say_so(self):
         with tempfile.TemporaryDirectory() as folder:
             first, second = (pathlib.Path(folder) / name for name in ("x.json", "y.json"))

@@ -371,6 +371,64 @@ class Rows(unittest.TestCase):
             self.assertIn("peer of a day, commit abc", row["note"])
             self.assertFalse(run.book.has("tbt.cold_models.p99_kvcached_ratio"))
 
+    OLD = ["abc", "a day"]
+
+    def values(self, run, metric):
+        return run.book.rows[metric]["value"], run.book.rows[metric].get("commit")
+
+    def test_what_is_older_than_the_row_is_told(self):
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": ["t.csv", 6]}
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            run.samples.keep("kv_neighbour", "ours", {"alone": 1, "beside": 2}, self.OLD)
+            run.samples.keep("kv_neighbour", "kvcached", {"alone": 1, "beside": 3})
+            kv_gpu.neighbour_rows(run)
+            note = run.book.rows["tbt.neighbour.growth"]["note"]
+            self.assertTrue(note.endswith("; ours of a day, commit abc"), note)
+            self.assertNotIn("peer of", note)
+            run.samples.keep("kv_cold_ours", "0.8", side, self.OLD)
+            run.samples.keep("kv_cold_static", "0.8", side)
+            kv_gpu.cold_rows(run)
+            rows = [row for metric, row in run.book.rows.items() if "static" in metric and "cold" in metric and row["value"] is not None]
+            self.assertEqual(len(rows), 7)
+            self.assertTrue(all("; ours of a day, commit abc" in row["note"] for row in rows), rows)
+            run.samples.keep("kv_capacity", "ours", dict.fromkeys(kv_gpu.MODELS, 10), self.OLD)
+            run.samples.keep("kv_capacity", "static", dict.fromkeys(kv_gpu.MODELS, 9))
+            with mock.patch.object(kv_gpu.Run, "real", lambda self, name: types.SimpleNamespace(path=name)), \
+                 mock.patch.object(kv_gpu.sglang_models, "facts", return_value={"max_position_embeddings": 1}):
+                kv_gpu.capacity_rows(run)
+            self.assertIn("; ours of a day, commit abc", run.book.rows[f"kv.longest.{kv_gpu.MODELS[0]}.capacity_tokens"]["note"])
+
+    def test_ratios_keep_their_day(self):
+        """A run that measures another rate, or another peer, does not date them anew; one of two builds says so."""
+        with tempfile.TemporaryDirectory() as folder:
+            with mock.patch.object(kv_gpu.results, "here", lambda: self.OLD), mock.patch.object(kv_gpu.results, "commit", lambda: "abc"):
+                run = self.run_in(folder)
+                for policy in kv_gpu.POLICIES:
+                    run.samples.keep("kv_goodput", f"1 {policy}", {**self.ONE, "load": kv_gpu.goodput_load(run)})
+                kv_gpu.goodput_rows(run)
+            run = self.run_in(folder)
+            ratio = "kv.goodput.rate1.deadline_static_ratio"
+            kv_gpu.goodput_rows(run)
+            self.assertEqual((self.values(run, ratio), ratio in run.book.fresh), ((1.0, "abc"), False))
+            run.samples.keep("kv_goodput", "1 deadline", {**self.ONE, "goodput": 3.0, "load": kv_gpu.goodput_load(run)})
+            kv_gpu.goodput_rows(run)
+            self.assertEqual(self.values(run, ratio), (1.5, None))
+            self.assertTrue(run.book.rows[ratio]["note"].endswith("; static of a day, commit abc"))
+
+    def test_a_rate_is_told_although_the_next_one_does_not_fit(self):
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": None}
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            run.arguments.cold_rates = [0.8, 0.2]
+            left = iter([True, False])
+            run.need = lambda *_: next(left) or (_ for _ in ()).throw(sglang_gpu.OutOfTime("over"))
+            run.samples.keep("kv_cold_ours", "0.8", {**side, "load": sglang_gpu.cold_load_words(run, None, [])})
+            with mock.patch.object(sglang_gpu, "cold_load", return_value=None), mock.patch.object(sglang_gpu, "cold_summary", return_value=side), \
+                 self.assertRaises(sglang_gpu.OutOfTime):
+                kv_gpu.measure_cold(run, "static", [])
+            self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["value"], 1.0)
+
     def test_a_peer_that_does_not_run_is_no_win(self):
         with tempfile.TemporaryDirectory() as folder:
             run = self.run_in(folder, "kvcached")
@@ -558,8 +616,23 @@ class Cold(unittest.TestCase):
             with self.assertRaises(ZeroDivisionError):
                 sglang_gpu.cold_side(run, "static", [0.8], [])
             run.samples.keep("kv_cold_static", "0.8", {"tbt": [0.1], "load": load})
+            run.samples.keep("kv_cold_static", "0.8", {"tbt": [0.1], "load": load}, ["abc", "a day"])
             sglang_gpu.cold_side(run, "static", [0.8], [])
             self.assertEqual(run.samples.get("cold_static", "0.8")["kv"], "filled its GPU")
+            self.assertEqual(run.samples.at("cold_static", "0.8"), ["abc", "a day"])
+
+    def test_rows_say_when_the_static_split_was_measured(self):
+        side = {"tbt": [0.1], "ttft": [0.1], "asked": 5, "unfinished": 0, "by": {}}
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            run = types.SimpleNamespace(samples=sglang_gpu.Samples(folder, None), sizes=sglang_gpu.Sizes(False), book=sglang_gpu.Book(folder / "x.json", "m", None, []))
+            run.samples.keep("cold_static", "0.8", side, ["abc", "a day"])
+            run.samples.keep("cold_ours", "0.8", side)
+            sglang_gpu.cold_rows(run, [0.8], "lengths")
+            self.assertIn("; peer of a day, commit abc", run.book.rows["sglang.cold.0.8.tbt_p99_ms"]["note"])
+            run.samples.fresh.clear(), run.book.fresh.clear()
+            sglang_gpu.cold_rows(run, [0.8], "lengths")
+            self.assertEqual(run.book.fresh, set())
 
 
 if __name__ == "__main__":
