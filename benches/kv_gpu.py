@@ -453,6 +453,7 @@ def measure_cold(run, side, servers):
             continue
         run.need(run.sizes.cold_seconds + 20, f"cold models at {rate:g} requests/s")
         one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
+        check_graphs(run, servers)  # a peer outside its graphs is slow by itself
         one["load"] = sglang_gpu.cold_load_words(run, path, [server.model.name for server in servers])
         run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
@@ -532,12 +533,15 @@ def plain_side(run, side):
         servers = fleet.vanilla
         if side == "kvcached":
             check_patched(servers)
+        check_graphs(run, list(servers.values()))
         run.samples.keep("kv_capacity", side, {name: capacity(server) for name, server in servers.items()})
         warm(run, list(servers.values()), min(run.sizes.cold_prompt, run.sizes.context - 40))
         measure_cold(run, side, list(servers.values()))
         if side == "kvcached":
             run.need(20, "a busy neighbour")
-            run.samples.keep("kv_neighbour", side, growth(run, servers))
+            found = growth(run, servers)
+            check_graphs(run, list(servers.values()))
+            run.samples.keep("kv_neighbour", side, found)
             neighbour_rows(run)
     except (harness.Failed, OSError, RuntimeError, ValueError, KeyError) as error:
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -697,13 +697,14 @@ def cold_side(run, side, rates, lengths):
         run.need(run.sizes.cold_seconds + 25, f"cold models at {rate:g} requests/s")
         if side == "ours":
             before = {name: fleet.counters(name) for name in COLD[:1]}
-        one = run.samples.keep(kind, f"{rate:g}", cold_summary(cold_load(run, servers, rate, lengths)))
+        one = cold_summary(cold_load(run, servers, rate, lengths))
+        check_graphs(run, servers)
         if side == "ours" and run.host.kind == "cuda":
             eager = fleet.counters(COLD[0])["rank_eager_decode_calls"] - before[COLD[0]]["rank_eager_decode_calls"]
             harness.check(eager == 0, f"{COLD[0]}: {eager} FFN calls of decode steps outside graphs")
+        run.samples.keep(kind, f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P50 {quantile(one['ttft'], 0.5) * 1e3:.0f} P99 {quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
-    check_graphs(run, servers)
 
 
 def step_cold(run):

@@ -41,7 +41,7 @@ EAGER = "[12:00:53] Decode batch, #running-req: 1, #token: 1064, cuda graph: Fal
 def server(text, mode="graphs"):
     made = sglang_servers.Server.__new__(sglang_servers.Server)
     made.side, made.model = "vanilla", types.SimpleNamespace(name="m", mode=mode, dp=1, more=[])
-    made.text = lambda: text
+    made.text, made.arguments = lambda: text, []
     return made
 
 
@@ -76,7 +76,12 @@ class Logs(unittest.TestCase):
         with self.assertRaisesRegex(sglang_servers.harness.Failed, "did not report"):
             sglang_tokens.check_graphs(run, [server(EAGER)])
         sglang_tokens.check_graphs(run, [server(EAGER, mode="eager")])
-        sglang_tokens.check_graphs(run, [server(LOG.replace("piecewise", "other"))])
+        for _ in range(2):
+            sglang_tokens.check_graphs(run, [server(LOG.replace("piecewise", "other"))])
+        self.assertEqual(len(run.failures), 1)
+        without = server(LOG.replace("piecewise", "other"))
+        without.side, without.arguments = "kvcached", sglang_servers.for_kvcached([])  # it is not to capture these
+        sglang_tokens.check_graphs(run, [without])
         self.assertEqual(len(run.failures), 1)
 
 

@@ -440,6 +440,36 @@ class Rows(unittest.TestCase):
             self.assertEqual(len(run.failures), 1)
             self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["note"], "not run yet")
 
+    def test_a_peer_outside_its_graphs_is_no_win(self):
+        """At the start, or by what its log tells after the load."""
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0}
+        log = "Capture cuda graph end. Time elapsed: 6.48 s. Successfully patched sglang: a\n"
+        eager = log + "Decode batch, #running-req: 1, cuda graph: False, gen\n"
+        for peer in ("static", "kvcached"):
+            for texts, why in ((["Successfully patched sglang: a"] * 2, "did not report a captured decode graph"), ([log, eager], "outside graphs"), ([log, log], "")):
+                with tempfile.TemporaryDirectory() as folder:
+                    run = self.run_in(folder, peer)
+                    run.host.kind = "cuda"
+                    made = sglang_servers.Server.__new__(sglang_servers.Server)
+                    made.side, made.model, made.arguments = "vanilla", types.SimpleNamespace(name="m", mode="graphs", dp=1), [sglang_servers.NO_PREFILL_GRAPHS]
+                    loaded = []
+                    made.text = lambda texts=texts, loaded=loaded: texts[len(loaded)]
+                    load = sglang_gpu.cold_load_words(run, None, ["m"])
+                    run.samples.keep("kv_cold_ours", "0.8", {**side, "load": load})
+                    run.samples.keep("kv_neighbour", peer, {"alone": 1, "beside": 1})
+                    with mock.patch.multiple(kv_gpu.Run, start=lambda *_, **__: types.SimpleNamespace(vanilla={"m": made}), stop=lambda self: None,
+                                             model=lambda self, name: types.SimpleNamespace(name=name)), \
+                         mock.patch.multiple(kv_gpu, warm=mock.DEFAULT, capacity_rows=mock.DEFAULT, capacity=lambda server: 1, growth=lambda *_: {"alone": 1, "beside": 1},
+                                             fixed_tokens=lambda run: dict.fromkeys(kv_gpu.MODELS, 1)), \
+                         mock.patch.object(sglang_gpu, "cold_load", lambda *_, loaded=loaded: loaded.append(1)), mock.patch.object(sglang_gpu, "cold_summary", lambda _: dict(side)):
+                        kv_gpu.plain_side(run, peer)
+                    row = run.book.rows[f"tbt.cold_models.p99_{peer}_ratio"]
+                    self.assertEqual((row["value"] is None, bool(run.failures)), (bool(why), bool(why)), (peer, run.failures))
+                    if why:
+                        self.assertIn(why, run.failures[0])
+                        self.assertIn(f"{peer} failed to run", row["note"])
+                        self.assertIsNone(run.samples.get(f"kv_cold_{peer}", "0.8"))
+
 
 class Peers(unittest.TestCase):
     def test_arguments_of_kvcached(self):
