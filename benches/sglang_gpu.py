@@ -138,7 +138,7 @@ class Book:
         self.write()
 
     def tell(self, step, failures, measured):
-        """What went wrong in a step; nothing clears it but the step measured anew."""
+        """What went wrong in a step. Where nothing did, it is cleared when the step has `measured` something."""
         if failures:
             self.failures[step] = failures
         elif measured:
@@ -854,20 +854,24 @@ def perform(run, steps):
     """The steps that were asked for, one after the other; the exit code."""
     arguments = run.arguments
     run.host.flags = [*run.host.flags, *arguments.flags.split()]
+    run.book.failures.pop("end", None)  # of this run
     run.book.write()
     try:
         for step in arguments.only.split(","):
-            began, before, fresh, whole = time.monotonic(), len(run.failures), len(run.book.fresh), True
+            began, before, fresh = time.monotonic(), len(run.failures), len(run.book.fresh)
             print(f"=== {step}: {run.left():.0f} s left" if arguments.budget < 1e8 else f"=== {step}", flush=True)
             try:
                 steps[step](run)
             except OutOfTime as over:
-                print(f"    stops: {over}", flush=True)
-                whole = False  # a shorter step may still fit
+                print(f"    stops: {over}", flush=True)  # a shorter step may still fit
             except (harness.Failed, OSError, ValueError, KeyError, RuntimeError, subprocess.SubprocessError) as error:
                 run.fails(step, error)
                 run.stop()
-            run.book.tell(step, run.failures[before:], whole and len(run.book.fresh) > fresh)
+            except BaseException as error:  # a fault of this program, or its end from outside
+                run.fails(step, error)
+                run.book.tell(step, run.failures[before:], False)
+                raise
+            run.book.tell(step, run.failures[before:], len(run.book.fresh) > fresh)
             print(f"    {step}: {time.monotonic() - began:.0f} s", flush=True)
     finally:
         before = len(run.failures)

@@ -83,7 +83,7 @@ def steps():
         # A step that checks each row keeps what it has, and what failed stands with it.
         check("partial: FAILED, a step: it was slow" in said and "bad: nothing" in said, said)
         data = json.loads((module.RESULTS / "y.json").read_text())
-        check(data["failures"] == {"a step": ["it was slow"]} and data["rows"][0]["value"] == 1, data)
+        check(data["failures"] == {"a step": ["it was slow"], "step partial": ["exit code 1"]} and data["rows"][0]["value"] == 1, data)
         kept = sorted(path.name for path in (module.RESULTS / "samples").iterdir())
         check(kept == ["sglang_tokens.samples", "x.txt"], kept)
 
@@ -93,6 +93,21 @@ def a_step_that_begins_has_time_for_a_measurement():
     needs = {"kv-static": 105 + 10 + 55}
     for name, seconds in needs.items():
         check(load().STEPS[name].seconds * 0.9 * 0.93 >= seconds, f"{name} is started with too little")
+
+
+def failures_stand_until_the_step_ends_well():
+    module = load()
+
+    def found(failed, own=None, old=None, result=module.CHECKED[0]):
+        entry = {"step": "s", "result": result, "failed": failed}
+        return module.failures_of("s", entry, {"failures": own or {}}, {"failures": old or {}})
+
+    old = {"cold": ["old"], "step s": ["exit code 1"], "step other": ["left sleep"]}
+    check(found([], {"cold": ["old"]}, old) == {"cold": ["old"], "step other": ["left sleep"]}, "it ended well")
+    # A traceback of this run beside an old failure of another step.
+    check(found(["exit code 1"], {"cold": ["old"]}, old) == {"cold": ["old"], "step other": ["left sleep"], "step s": ["exit code 1"]}, "it ended badly")
+    check(found([], {"step s": ["exit code 1"], "step other": ["ended well since"], "cold": ["new"]}) == {"cold": ["new"]}, "the step's own file began with the old one")
+    check(found([], {}, old, "x") == {}, "a file of one step alone")
 
 
 def unknown_step_and_no_gpu():
@@ -137,4 +152,4 @@ def what_another_step_measured():
 
 
 if __name__ == "__main__":
-    harness.main(steps, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)
+    harness.main(steps, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)

@@ -271,11 +271,25 @@ class GoingOn(unittest.TestCase):
             steps = {"one": lambda run: run.book.add(results.row("one", 1.0, "ms")), "two": fails, "three": late}
             self.assertEqual(sglang_gpu.perform(run, steps), 1)
             self.assertEqual(json.loads(path.read_text())["failures"], {"two": ["two: no answer"], "three": ["half of it"]})
-            # Only a step that is measured anew clears what it said.
+            # Only a step that is measured anew clears what it said; a step that has no time for all of it too.
             run.book, run.failures = sglang_gpu.Book(path, "m", path, ["one"]), []
             steps.update(two=lambda run: run.book.add(results.row("two", 1.0, "ms")), three=lambda run: None)
             self.assertEqual(sglang_gpu.perform(run, steps), 0)
             self.assertEqual(json.loads(path.read_text())["failures"], {"three": ["half of it"]})
+
+            def some(run):
+                run.book.add(results.row("three", 1.0, "ms"))
+                raise sglang_gpu.OutOfTime("60 s")
+
+            run.book, run.failures, steps["three"] = sglang_gpu.Book(path, "m", path, ["one"]), [], some
+            run.book.failures["end"] = ["did not end in order"]
+            self.assertEqual(sglang_gpu.perform(run, steps), 0)
+            self.assertNotIn("failures", json.loads(path.read_text()))
+            # A fault of the program itself is told, and no old one hides it.
+            run.book.failures["two"], steps["one"] = ["old"], lambda run: None + 1
+            with self.assertRaises(TypeError):
+                sglang_gpu.perform(run, steps)
+            self.assertIn("unsupported operand", json.loads(path.read_text())["failures"]["one"][0])
 
     def test_no_step_begins_without_time(self):
         run = sglang_gpu.Run.__new__(sglang_gpu.Run)
