@@ -24,7 +24,7 @@ SCRIPTS = {
     "bad": "print('FAILED something'); raise SystemExit(3)",
     "hang": "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
     "partial": "import json, sys; json.dump({'bench': 'y', 'rows': [{'metric': 'p', 'value': 1, 'unit': 'us'}, {'metric': 'q', 'value': None, 'unit': ''}], "
-    "'failures': {'a step': ['it was slow']}}, open(sys.argv[2] + '/y.json', 'w')); open(sys.argv[2] + '/sglang_tokens.samples', 'w').write('{}'); "
+    "'failures': {'a step': ['it was slow']}}, open(sys.argv[2] + '/y.json', 'w')); [open(sys.argv[2] + f'/sglang_{kind}.samples', 'w').write('{}') for kind in ('tokens', 'latency_plain', 'memory_plain')]; "
     "open(sys.argv[2] + '/sglang_other.samples', 'w').write('{}'); raise SystemExit(1)",
     "orphan": "import subprocess; subprocess.Popen(['setsid', 'sleep', '77'])",
 }
@@ -85,7 +85,7 @@ def steps():
         data = json.loads((module.RESULTS / "y.json").read_text())
         check(data["failures"] == {"a step": ["it was slow"], "step partial": ["exit code 1"]} and data["rows"][0]["value"] == 1, data)
         kept = sorted(path.name for path in (module.RESULTS / "samples").iterdir())
-        check(kept == ["sglang_tokens.samples", "x.txt"], kept)
+        check(kept == ["sglang_latency_plain.samples", "sglang_memory_plain.samples", "sglang_tokens.samples", "x.txt"], kept)
 
 
 def a_step_that_begins_has_time_for_a_measurement():
