@@ -518,8 +518,12 @@ def fixed_tokens(run):
 
 def plain_side(run, side):
     """Starts, measures; a peer that does not run is told so."""
-    if not any(run.samples.wanted(f"kv_cold_{side}", f"{rate:g}") for rate in run.arguments.cold_rates):
+    wanted = [(f"kv_cold_{side}", f"{rate:g}") for rate in run.arguments.cold_rates]
+    wanted += [("kv_neighbour", side)] if side == "kvcached" else []
+    if not any(run.samples.wanted(*key) for key in wanted):
         cold_rows(run)
+        neighbour_rows(run)
+        capacity_rows(run)
         return
     models = [run.model(name) for name in MODELS]
     if side == "static":
@@ -537,7 +541,7 @@ def plain_side(run, side):
         run.samples.keep("kv_capacity", side, {name: capacity(server) for name, server in servers.items()})
         warm(run, list(servers.values()), min(run.sizes.cold_prompt, run.sizes.context - 40))
         measure_cold(run, side, list(servers.values()))
-        if side == "kvcached":
+        if side == "kvcached" and run.samples.wanted("kv_neighbour", side):
             run.need(20, "a busy neighbour")
             found = growth(run, servers)
             check_graphs(run, list(servers.values()))

@@ -440,6 +440,23 @@ class Rows(unittest.TestCase):
             self.assertEqual(len(run.failures), 1)
             self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["note"], "not run yet")
 
+    def test_a_peer_whose_neighbour_is_missing_starts_again(self):
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": []}
+        with tempfile.TemporaryDirectory() as folder:
+            run, started = self.run_in(folder, "kvcached"), []
+
+            def start(self, name, **_):
+                started.append(name)
+                raise harness.Failed("no GPU")
+
+            with mock.patch.multiple(kv_gpu.Run, start=start, model=lambda self, name: types.SimpleNamespace(name=name)), mock.patch.object(kv_gpu, "capacity_rows") as capacities:
+                run.samples.keep("kv_cold_kvcached", "0.8", side)
+                kv_gpu.plain_side(run, "kvcached")
+                self.assertEqual((started, capacities.call_count), (["kv-kvcached"], 1))
+                run.samples.keep("kv_neighbour", "kvcached", {"alone": 1, "beside": 1})
+                kv_gpu.plain_side(run, "kvcached")
+                self.assertEqual((started, capacities.call_count), (["kv-kvcached"], 2))
+
     def test_a_peer_outside_its_graphs_is_no_win(self):
         """At the start, or by what its log tells after the load."""
         side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0}
