@@ -8,7 +8,10 @@ import importlib.util
 import io
 import json
 import pathlib
+import signal
+import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import types
@@ -95,6 +98,36 @@ def a_step_that_begins_has_time_for_a_measurement():
         check(load().STEPS[name].seconds * 0.9 * 0.93 >= seconds, f"{name} is started with too little")
 
 
+def an_end_from_outside_leaves_an_archive():
+    """After each step, and of the one that runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        (folder / "good.py").write_text(SCRIPTS["good"] + "\n")
+        (folder / "hang.py").write_text(f"{SCRIPTS['good']}; {SCRIPTS['hang']}\n")
+        (folder / "main.py").write_text(
+            f"import importlib.machinery, importlib.util, sys\nloader = importlib.machinery.SourceFileLoader('m', {str(SCRIPT)!r})\n"
+            "m = importlib.util.module_from_spec(importlib.util.spec_from_loader('m', loader)); loader.exec_module(m)\n"
+            "m.ask_gpus = lambda what: ['0'] if what == 'memory.used' else ['a GPU']\n"
+            f"m.STEPS = {{name: m.Step(1, 1, 20, 'x', f'{folder}/{{name}}.py --out OUT') for name in ('good', 'hang')}}\nm.main()\n"
+        )
+        archive, out = folder / "far" / "l0.tgz", folder / "out"
+        archive.parent.mkdir()
+        words = ["run", "--build", str(folder), "--steps", "good,hang", "--out", str(out), "--archive", str(archive)]
+        process = subprocess.Popen([sys.executable, str(folder / "main.py"), *words], stdout=subprocess.DEVNULL)
+
+        def names():
+            with tarfile.open(archive) as packed:
+                return packed.getnames(), json.load(packed.extractfile("summary.json"))
+
+        harness.wait_until((out / "steps" / "hang" / "x.json").exists, 20 * harness.SLOW, "the second step runs")
+        check("steps/good/x.json" in names()[0], "the first step is not in the archive")
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20 * harness.SLOW)
+        found, summary = names()
+        check("steps/hang/x.json" in found, found)
+        check([(entry["step"], entry["failed"]) for entry in summary] == [("good", []), ("hang", ["ended by signal 15"])], summary)
+
+
 def failures_stand_until_the_step_ends_well():
     module = load()
 
@@ -152,4 +185,4 @@ def what_another_step_measured():
 
 
 if __name__ == "__main__":
-    harness.main(steps, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)
+    harness.main(steps, an_end_from_outside_leaves_an_archive, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)
