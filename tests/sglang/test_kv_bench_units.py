@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benches"))
 
 import kv_gpu  # noqa: E402
 import kv_load  # noqa: E402
+import kv_pool  # noqa: E402
 import sglang_gpu  # noqa: E402
 import sglang_servers  # noqa: E402
 from sglang_servers import harness  # noqa: E402
@@ -250,7 +251,7 @@ class Policies(unittest.TestCase):
         kv_gpu.set_policy(fleet, "static")
         fleet.said.clear()
         fleet.first = {"a": (160, 640), "b": (16, 640)}
-        with mock.patch.object(kv_gpu, "settle"):  # this fleet has no memory that moves
+        with mock.patch.object(kv_pool, "settle"):  # this fleet has no memory that moves
             kv_gpu.set_policy(fleet, "arrival")
         self.assertEqual(fleet.said[:3], [("set", "a", "--floor", "80"), ("set", "b", "--floor", "16"), ("set", "a", "--floor", "160", "--ceiling", "640")])
 
