@@ -73,6 +73,7 @@ GOODPUT_POOL = 704 << 20
 LATER_S = {"cold": 55, "daemon": 60}  # that a step needs which follows `goodput`
 POLICIES = ("static", "arrival", "deadline")
 LEFT_MIB = 64
+WARM_S = 10  # kernels compiled at first use, prompts alone
 # Steps of an operation in a rank, and at which passage it dies there. The first grow and its completion are those
 # of the floor.
 VICTIMS = (("kv.rank.demanded", 1), ("kv.rank.grown", 2), ("kv.rank.withdrawn", 1), ("kv.rank.released", 1), ("kv.rank.completed", 2))
@@ -114,11 +115,11 @@ class Run(sglang_gpu.Run):
         self.host = sglang_servers.Cpus() if arguments.rehearse else sglang_servers.Gpus(arguments.site, arguments.caches)
         self.host.peer = arguments.peer
         self.end, self.fleet, self.failures = time.monotonic() + arguments.budget, None, []
-        self.start_s = sglang_gpu.START_S
         self.names = [name for name in MODELS if name in arguments.models]
         self.eager_prefill = set()
         self.fit_pool()
         self.samples = sglang_gpu.kept_samples(arguments)
+        self.start_s = sglang_gpu.start_seconds(self.samples)
         name = "kv_rehearsal.json" if arguments.rehearse else "kv_gpu.json"
         before = arguments.resume and arguments.resume / name
         self.book = sglang_gpu.Book(arguments.out / name, self.host.describe(), before, planned_rows(arguments), "kv_gpu", arguments.again)
@@ -142,7 +143,7 @@ class Run(sglang_gpu.Run):
         """The three models on one pool, of `pool` bytes where it is another than that of most steps; the running system,
         where it runs."""
         pool = pool or self.sizes.pool
-        fleet_name = "kv-ours" if pool == self.sizes.pool else "kv-goodput"
+        fleet_name = self.fleet_name(pool)
         fresh = self.fleet is None or self.fleet.name != fleet_name
         while True:
             models = [self.model(name) for name in self.names]
@@ -154,6 +155,14 @@ class Run(sglang_gpu.Run):
         if fresh:
             begin_system(self, fleet)
         return fleet
+
+    def start_left(self, pool):
+        """Seconds that system(pool) takes before it serves."""
+        running = self.fleet is not None and self.fleet.name == self.fleet_name(pool)
+        return 0 if running else self.start_s + WARM_S
+
+    def fleet_name(self, pool):
+        return "kv-ours" if pool == self.sizes.pool else "kv-goodput"
 
     def without(self, error):
         """Gives up the model whose server ended before it was ready, if it was that; before, the prefill graphs of
@@ -628,18 +637,26 @@ def goodput_load(run):
     return [path.name if path else "rehearsal", sizes.scale, sizes.seconds, sizes.goodput_pool, *sorted(run.names)]
 
 
+def cell_seconds(run, todo, place):
+    """That have to be left for this one. A rate without all of its policies says nothing: but for the first, none is
+    begun that has not the time for the rest, and for the steps that follow."""
+    rate, first = todo[place][0], todo[place][0] == run.arguments.rates[0]
+    rest = 1 if first else sum(other == rate for other, _ in todo[place:])
+    later = 0 if first else sum(LATER_S.get(step, 0) for step in following(run))
+    return rest * (run.sizes.seconds + run.sizes.patience) + 10 + later
+
+
 def step_goodput(run):
     todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES
             if not goodput_sample(run, rate, policy) or run.samples.wanted("kv_goodput", f"{rate:g} {policy}")]  # fmt: skip
     try:
         if todo:
-            trace, fleet = traces(run), run.system(run.sizes.goodput_pool)
+            pool = run.sizes.goodput_pool
+            run.need(run.start_left(pool) + cell_seconds(run, todo, 0), f"{todo[0][1]} at {todo[0][0]:g} requests/s")
+            trace, fleet = traces(run), run.system(pool)
             points = run.samples.keep("kv_goodput_alone", "ours", alone_times(run, fleet, trace))
-        for rate, policy in todo:
-            # A rate without all of its policies says nothing: none is begun that has not the time for the rest.
-            rest = sum(other == rate for other, _ in todo[todo.index((rate, policy)) :]) if rate != run.arguments.rates[0] else 1
-            later = sum(LATER_S.get(step, 0) for step in following(run)) if rate != run.arguments.rates[0] else 0
-            run.need(rest * (run.sizes.seconds + run.sizes.patience) + 10 + later, f"{policy} at {rate:g} requests/s")
+        for place, (rate, policy) in enumerate(todo):
+            run.need(cell_seconds(run, todo, place), f"{policy} at {rate:g} requests/s")
             one = {**measure_policy(run, fleet, policy, rate, trace, points), "load": goodput_load(run)}
             run.samples.keep("kv_goodput", f"{rate:g} {policy}", one)
             run.book.add(*kv_load.policy_rows(rate, policy, one, run.sizes.targets))

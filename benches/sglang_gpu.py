@@ -72,6 +72,7 @@ COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
 PLACES = {"GLM-4.7-Flash": 1}  # GPU of a plain server where each has one of the two; the first, where none is said
 SAMPLES = results.ROOT / "docs" / "results" / "samples"
 START_S = 110  # what a start of servers of real size may take before there is a number of this run
+SPARE = 1.2  # times the last start
 ROUTERS_S = 60  # without prefill graphs
 LEAST_TOKENS = 10000
 RATIO = 3  # which of a cell's rows it is
@@ -198,6 +199,12 @@ class Samples:
         return value
 
 
+def start_seconds(samples):
+    """What a start may take: by the last one on this machine, whose samples are not those of docs/results."""
+    last = samples.get("start", "last")
+    return min(START_S, SPARE * last) if last else START_S
+
+
 def kept_samples(arguments):
     """Of a run that goes on from an earlier one also those of docs/results, which are of no rehearsal."""
     return Samples(arguments.out, arguments.resume, SAMPLES if arguments.resume and not arguments.rehearse else None, arguments.again)
@@ -213,9 +220,9 @@ class Run:
         self.end = time.monotonic() + arguments.budget
         self.fleet = None
         self.failures = []
-        self.start_s = START_S
         self.recorded = False  # whether SGLang's recorder was asked, whatever came of it
         self.samples = kept_samples(arguments)
+        self.start_s = start_seconds(self.samples)
         models = arguments.models if arguments.rehearse else MODELS
         planned = [f"{cell_name(m, c, b)}.ratio" for m in models for c in self.sizes.contexts for b in self.sizes.batches]
         planned = ["tbt.one_model.sglang_ratio", *planned]
@@ -264,7 +271,7 @@ class Run:
         running = self.fleet
         if self.begin(name, **what) is not running:
             self.fleet.ready(min(self.host.start_s, self.left() - 15))
-            self.start_s = 1.2 * (time.monotonic() - self.fleet.began)
+            self.start_s = SPARE * self.samples.keep("start", "last", round(time.monotonic() - self.fleet.began, 1))
         return self.fleet
 
     def start_most(self, name, **what):

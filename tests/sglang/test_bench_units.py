@@ -423,6 +423,22 @@ class More(unittest.TestCase):
 
 
 class Starts(unittest.TestCase):
+    def test_the_last_one_tells_how_long_the_next_one_takes(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = sglang_gpu.Run.__new__(sglang_gpu.Run)
+            run.samples, run.host, run.left = sglang_gpu.Samples(pathlib.Path(folder), None), types.SimpleNamespace(start_s=10), lambda: 99
+            run.fleet = None
+
+            def begin(name):
+                run.fleet = types.SimpleNamespace(ready=lambda limit: None, began=sglang_gpu.time.monotonic() - 50)
+                return run.fleet
+
+            run.begin = begin
+            run.start("one")
+            self.assertAlmostEqual(run.start_s, 60, delta=2)
+            self.assertAlmostEqual(sglang_gpu.start_seconds(sglang_gpu.Samples(pathlib.Path(folder), None, pathlib.Path(folder))), 60, delta=2)
+            self.assertEqual(sglang_gpu.start_seconds(sglang_gpu.Samples(ROOT, None)), sglang_gpu.START_S)
+
     def test_all_serve_or_have_ended(self):
         fleet = Small().fleet(vanilla=["seeded-deepseek-v2-graphs"])
         fleet.name, fleet.began, fleet.host = "f", sglang_gpu.time.monotonic(), types.SimpleNamespace(used=lambda: [0])

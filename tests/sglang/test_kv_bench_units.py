@@ -308,13 +308,34 @@ class Rows(unittest.TestCase):
         """The first one is, as far as it goes; of another one all policies, or none."""
         with tempfile.TemporaryDirectory() as folder:
             run, done = self.run_in(folder), []
-            run.arguments.rates, run.fleet = [1.0, 2.0], types.SimpleNamespace(servers=lambda: [])
+            run.arguments.rates, run.fleet = [1.0, 2.0], types.SimpleNamespace(servers=lambda: [], name="kv-ours")
             run.end = time.monotonic() + 2.5 * (run.sizes.seconds + run.sizes.patience)
             with mock.patch.object(kv_gpu.Run, "system", lambda self, pool: self.fleet), mock.patch.object(kv_gpu, "alone_times", return_value={}), mock.patch.object(kv_gpu, "replayed"), \
                  mock.patch.object(kv_gpu, "measure_policy", lambda run, fleet, policy, rate, *_: done.append((rate, policy)) or dict(self.ONE)):
                 with self.assertRaises(sglang_gpu.OutOfTime):
                     kv_gpu.step_goodput(run)
             self.assertEqual(done, [(1.0, policy) for policy in kv_gpu.POLICIES])
+
+    def test_nothing_starts_where_not_even_one_cell_fits(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run, started = self.run_in(folder), []
+            run.arguments.rates = [1.0, 2.0]
+            cell = run.sizes.seconds + run.sizes.patience + 10
+            for policy in kv_gpu.POLICIES:
+                run.samples.keep("kv_goodput", f"1 {policy}", {**self.ONE, "load": kv_gpu.goodput_load(run)})
+
+            def system(self, pool):
+                started.append(pool)
+                raise harness.Failed("it started")
+
+            with mock.patch.object(kv_gpu.Run, "system", system):
+                # The second rate needs all of its policies, beside the start.
+                for seconds, error in ((run.start_s + kv_gpu.WARM_S + cell, sglang_gpu.OutOfTime), (run.start_s + kv_gpu.WARM_S + 3 * cell, harness.Failed)):
+                    run.end = time.monotonic() + seconds
+                    with self.assertRaises(error):
+                        kv_gpu.step_goodput(run)
+            self.assertEqual(len(started), 1)
+            self.assertFalse(run.samples.fresh & {("kv_goodput", "2 static")})
 
     def test_again_measures_what_is_there(self):
         with tempfile.TemporaryDirectory() as folder:
