@@ -430,6 +430,10 @@ def cold_rows(run):
 
 
 def step_cold(run):
+    wanted = [("kv_capacity", "ours"), *(("kv_cold_ours", f"{rate:g}") for rate in run.arguments.cold_rates)]
+    if not any(run.samples.wanted(*key) for key in wanted):
+        cold_rows(run)
+        return
     fleet = run.system()
     set_policy(fleet, "deadline")
     run.samples.keep("kv_capacity", "ours", {m: high for m, (_, high) in fleet.first.items()})
@@ -904,6 +908,7 @@ def parse(words=None):
     parser.add_argument("--only", default=",".join(ORDER), help="steps, in the order in which they are to run")
     parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True, help="keep the rows of an earlier run in this folder (default: OUT)")
     parser.add_argument("--again", action="store_true", help="with --resume: measure also what is there; other rows are kept")
+    parser.add_argument("--renew", dest="again", action="store_const", const=sglang_gpu.RENEW, help="the same, but for what is of this commit")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
     parser.add_argument("--models", default=",".join(MODELS), help="of one system (default: all)")

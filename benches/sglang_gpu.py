@@ -22,7 +22,7 @@ Steps, in this order where none are named:
 
 A row is written to OUT/sglang_gpu.json as soon as it is known; what has not been run stands there without a
 value. `--resume` keeps the rows of such a file, with their commit and date, and measures only what has none;
-`--again` measures what the named steps give once more. `--budget` stops in order when
+`--again` measures what the named steps give once more, `--renew` what of that is of another commit. `--budget` stops in order when
 the time is over. The run fails when SGLang has not captured its graphs, when its log tells of a decode step
 outside them, or when the Instances count a call outside graphs in decode, or none in graphs.
 
@@ -79,6 +79,9 @@ RATIO = 3  # which of a cell's rows it is
 PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more to tell decode from prefill
 
 
+RENEW = "renew"  # of Book and Samples: measured nevertheless, unless it is of this commit
+
+
 class OutOfTime(Exception):
     """The budget is used up."""
 
@@ -102,9 +105,14 @@ class Sizes:
         self.cold_prompt, self.cold_answer = (60, 8) if rehearse else (8192, 1024)
 
 
+def of_this_commit(commit):
+    """False where that is not to be known: changes that nobody has committed have no name."""
+    return commit == results.commit() and commit != "unknown" and not commit.endswith("-dirty")
+
+
 class Book:
     """The rows, in a file that is complete after each of them. Rows of an earlier run keep that run's commit and
-    date. `again`: they are kept, and measured nevertheless."""
+    date. `again`: they are kept, and measured nevertheless (or RENEW)."""
 
     def __init__(self, path, machine, before, planned, bench="sglang_gpu", again=False):
         self.path, self.machine, self.bench, self.again = path, machine, bench, again
@@ -125,7 +133,9 @@ class Book:
         return {**results.row(metric, 0, ""), "value": None, "note": "not run yet"}
 
     def has(self, metric):
-        return self.rows.get(metric, {}).get("value") is not None and (not self.again or metric in self.fresh)
+        if self.lacks(metric):
+            return False
+        return not self.again or metric in self.fresh or (self.again == RENEW and of_this_commit(self.rows[metric].get("commit")))
 
     def lacks(self, metric):
         """Nobody has measured it so far."""
@@ -166,7 +176,7 @@ class Book:
 class Samples:
     """What was measured of one side, kept in files of OUT so that the other may be measured in a later run. They go on
     from those in `base`, where all_on_device puts them, and from those in `before`. Beside each its commit and day are
-    kept, under "at". `again`: they are measured nevertheless."""
+    kept, under "at". `again`: they are measured nevertheless (or RENEW)."""
 
     def __init__(self, out, before, base=None, again=False):
         self.out, self.kinds, self.again, self.fresh = out, {}, again, set()
@@ -181,7 +191,10 @@ class Samples:
 
     def wanted(self, kind, key):
         """Whether it is to be measured."""
-        return not self.get(kind, key) or (self.again and (kind, key) not in self.fresh)
+        if not self.get(kind, key):
+            return True
+        renewed = (kind, key) in self.fresh or (self.again == RENEW and of_this_commit((self.at(kind, key) or [None])[0]))
+        return bool(self.again) and not renewed
 
     def at(self, kind, key):
         """[commit, day] on which it was measured; None: it is not there, or did not say."""
@@ -817,6 +830,7 @@ def parse():
     parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True,
                         help="keep the rows of an earlier run's file in this folder (default: OUT)")
     parser.add_argument("--again", action="store_true", help="with --resume: measure also what the earlier file has; its other rows are kept")
+    parser.add_argument("--renew", dest="again", action="store_const", const=RENEW, help="the same, but for what is of this commit")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rates", default="0.8,0.4", help="requests/s of each cold model; the first one gives the ratio")

@@ -291,6 +291,22 @@ class GoingOn(unittest.TestCase):
                 sglang_gpu.perform(run, steps)
             self.assertIn("unsupported operand", json.loads(path.read_text())["failures"]["one"][0])
 
+    def test_what_is_of_this_commit_need_not_be_renewed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            path = folder / "x.json"
+            with mock.patch.object(results, "commit", lambda: "old"):
+                sglang_gpu.Book(path, "machine", None, []).add(results.row("one", 1.5, "ms"))
+                sglang_gpu.Samples(folder, None).keep("s", "one", 1)
+            for now, again, done in (("old", True, False), ("old", sglang_gpu.RENEW, True), ("new", sglang_gpu.RENEW, False), ("new", False, True)):
+                with mock.patch.object(results, "commit", lambda now=now: now):
+                    book, samples = sglang_gpu.Book(path, "machine", path, [], again=again), sglang_gpu.Samples(folder, folder, again=again)
+                    self.assertEqual((book.has("one"), samples.wanted("s", "one")), (done, not done), (now, again))
+                    self.assertTrue(samples.wanted("s", "two") and not book.has("two"))
+            for unknown in ("unknown", "abc-dirty", None):
+                with mock.patch.object(results, "commit", lambda unknown=unknown: unknown or "abc"):
+                    self.assertFalse(sglang_gpu.of_this_commit(unknown))
+
     def test_no_step_begins_without_time(self):
         run = sglang_gpu.Run.__new__(sglang_gpu.Run)
         run.end = sglang_gpu.time.monotonic() + 5

@@ -351,6 +351,17 @@ class Rows(unittest.TestCase):
             self.assertFalse(samples.wanted("kv_neighbour", "ours"))
             self.assertTrue((folder / "out" / "sglang_kv_neighbour.samples").exists())
 
+    def test_a_load_that_is_measured_starts_nothing(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder, "cold")
+            self.assertEqual(kv_gpu.parse(["--build", "x", "--renew"]).again, sglang_gpu.RENEW)
+            run.system = lambda: 1 / 0
+            run.samples.keep("kv_capacity", "ours", {"m": 1})
+            with self.assertRaises(ZeroDivisionError):
+                kv_gpu.STEPS["cold"](run)
+            run.samples.keep("kv_cold_ours", "0.8", {"load": []})
+            kv_gpu.STEPS["cold"](run)
+
     def test_another_pool_is_another_system(self):
         with tempfile.TemporaryDirectory() as folder:
             run = self.run_in(folder)
