@@ -11,7 +11,7 @@ Steps, in this order where none are named, and the seconds that they take on two
     history    25  the same requests, one at a time, in steady memory and while all KV Caches shrink and grow: the same
                    tokens, decode and prefill graphs on
     longest    60  one request of 64K tokens, far above its static share, while the others idle; they wake
-    cold       75  the three at some requests/s each, 50 s a rate: TBT that `kvcached` and `static` are compared with
+    cold       90  the three at some requests/s each, 35 s of load a rate: TBT that `kvcached` and `static` are compared with
     daemon     25  kill -9 of the daemon while memory moves: all ends, nothing is left
     goodput   110  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
                    elastic with deadlines; 110 s a rate
@@ -54,7 +54,7 @@ import sglang_models
 import sglang_servers
 import svg
 from kv_pool import begin_system, group_of, set_policy, settle, trim, warm
-from sglang_gpu import OutOfTime, burst, check_graphs
+from sglang_gpu import OutOfTime, burst, check_graphs, place
 from sglang_servers import Fleet, Model, harness
 
 ORDER = ("neighbour", "history", "longest", "cold", "daemon", "goodput", "kvcached", "static", "kills", "driver")
@@ -62,7 +62,6 @@ MODELS = sglang_gpu.COLD
 QWEN, GLM, DEEPSEEK = MODELS
 # Who plays which part, in the order in which one is taken in another's place.
 LONG, BUSY, ALONE = (DEEPSEEK, GLM, QWEN), (DEEPSEEK, GLM, QWEN), (QWEN, GLM, DEEPSEEK)
-PLACES = {QWEN: 0, DEEPSEEK: 0, GLM: 1}  # GPU of a plain server
 # Of which half of the trace, and where in it to begin.
 SOURCES = {QWEN: ("conv", 0.0), GLM: ("code", 0.0), DEEPSEEK: ("conv", 0.5)}
 # Of a pool: 64K tokens of DeepSeek-V2-Lite beside the floors of the others, of GLM-4.7-Flash where the other is not
@@ -456,9 +455,9 @@ def fixed_tokens(run):
     plan = probe.plan()
     found = {}
     for name in MODELS:
-        here = [m for m in plan["models"] if PLACES[m["id"]] == PLACES[name]]
+        here = [m for m in plan["models"] if place(m["id"]) == place(name)]
         weights = sum(m["ffn_shard_bytes"] + m["attention_bytes"] for m in here)
-        rest = total[PLACES[name]] * 2**20 * 0.95 - weights - len(here) * run.arguments.engine_gib * 2**30
+        rest = total[place(name)] * 2**20 * 0.95 - weights - len(here) * run.arguments.engine_gib * 2**30
         mine = next(m for m in here if m["id"] == name)
         found[name] = int(rest / len(here) / (mine["kv_bundle_bytes"] / mine["kv_bundle_tokens"]))
         harness.check(found[name] > 20000, f"{name}: no room for a fixed KV Cache on its GPU")
@@ -481,7 +480,7 @@ def plain_side(run, side):
             model.kv_tokens = tokens[model.name]
     gpus = run.host.both[0]
     try:
-        fleet = run.start(f"kv-{side}", vanilla=[(m, [gpus[PLACES[m.name]]]) for m in models],
+        fleet = run.start(f"kv-{side}", vanilla=[(m, [gpus[place(m.name)]]) for m in models],
                           plain="kvcached" if side == "kvcached" else "vanilla")
         servers = fleet.vanilla
         if side == "kvcached":
@@ -641,11 +640,11 @@ def goodput_load(run):
     return [path.name if path else "rehearsal", sizes.scale, sizes.seconds, sizes.goodput_pool, *sorted(run.names)]
 
 
-def cell_seconds(run, todo, place):
+def cell_seconds(run, todo, number):
     """That have to be left for this one. A rate without all of its policies says nothing: but for the first, none is
     begun that has not the time for the rest, and for the steps that follow."""
-    rate, first = todo[place][0], todo[place][0] == run.arguments.rates[0]
-    rest = 1 if first else sum(other == rate for other, _ in todo[place:])
+    rate, first = todo[number][0], todo[number][0] == run.arguments.rates[0]
+    rest = 1 if first else sum(other == rate for other, _ in todo[number:])
     later = 0 if first else sum(LATER_S.get(step, 0) for step in following(run))
     return rest * (run.sizes.seconds + run.sizes.patience) + 10 + later
 
@@ -659,8 +658,8 @@ def step_goodput(run):
             run.need(run.start_left(pool) + cell_seconds(run, todo, 0), f"{todo[0][1]} at {todo[0][0]:g} requests/s")
             trace, fleet = traces(run), run.system(pool)
             points = run.samples.keep("kv_goodput_alone", "ours", alone_times(run, fleet, trace))
-        for place, (rate, policy) in enumerate(todo):
-            run.need(cell_seconds(run, todo, place), f"{policy} at {rate:g} requests/s")
+        for number, (rate, policy) in enumerate(todo):
+            run.need(cell_seconds(run, todo, number), f"{policy} at {rate:g} requests/s")
             one = {**measure_policy(run, fleet, policy, rate, trace, points), "load": goodput_load(run)}
             run.samples.keep("kv_goodput", f"{rate:g} {policy}", one)
             run.book.add(*kv_load.policy_rows(rate, policy, one, run.sizes.targets))

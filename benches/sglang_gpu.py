@@ -69,7 +69,7 @@ from sglang_tokens import (
 ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "float32", "spread", "padded", "more")
 MODELS = ("Qwen3-30B-A3B", "Qwen3-14B", "DeepSeek-V2-Lite", "GLM-4.7-Flash")
 COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
-PLACES = {"GLM-4.7-Flash": 1}  # GPU of a plain server where each has one of the two; the first, where none is said
+PLACES = {"GLM-4.7-Flash": 1}  # the others are on the first
 SAMPLES = results.ROOT / "docs" / "results" / "samples"
 START_S = 110  # what a start of servers of real size may take before there is a number of this run
 SPARE = 1.2  # times the last start
@@ -80,6 +80,11 @@ PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more 
 
 
 RENEW = "renew"  # of Book and Samples: measured nevertheless, unless it is of this commit
+
+
+def place(name):
+    """The GPU of a plain server where each has one of the two."""
+    return PLACES.get(name, 0)
 
 
 class OutOfTime(Exception):
@@ -586,7 +591,7 @@ def more_plain(run, names):
     if not names:
         return
     gpus = run.host.both[0]
-    fleet = run.start_most("more-plain", vanilla=[(more_model(run, name), [gpus[PLACES.get(name, 0)]]) for name in names])
+    fleet = run.start_most("more-plain", vanilla=[(more_model(run, name), [gpus[place(name)]]) for name in names])
     for name, server in list(fleet.vanilla.items()):
         try:
             check_graphs(run, [server])
@@ -599,7 +604,7 @@ def more_plain(run, names):
         except EXPECTED as error:
             run.fails(f"SGLang alone, {name}", error)
         if run.host.kind == "cuda" and run.samples.wanted("memory_plain", name) and server.process.poll() is None:
-            run.samples.keep("memory_plain", name, [given_back(run, server, PLACES.get(name, 0)), server.loaded_gb()])
+            run.samples.keep("memory_plain", name, [given_back(run, server, place(name)), server.loaded_gb()])
             del fleet.vanilla[name]
     run.stop()
 
@@ -707,7 +712,7 @@ def cold_side(run, side, rates, lengths):
         servers = list(fleet.instances.values())
     else:
         gpus = run.host.both[0]
-        fleet = run.start("cold-static", vanilla=[(m, [gpus[PLACES.get(m.name, 0)]]) for m in models])
+        fleet = run.start("cold-static", vanilla=[(m, [gpus[place(m.name)]]) for m in models])
         servers = list(fleet.vanilla.values())
     check_graphs(run, servers)
     for server in servers:
