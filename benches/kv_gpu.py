@@ -381,7 +381,7 @@ def neighbour_rows(run):
         return
     words = f"{run.who(ALONE)}, 1 stream of {run.sizes.contexts[0]} tokens, beside {run.who(BUSY)} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
     if peer:
-        words += f"; kvcached, both on one GPU: {peer['alone'] * 1e3:.2f} and {peer['beside'] * 1e3:.2f} ms"
+        words += f"; kvcached, both on one GPU, without prefill graphs and MPS: {peer['alone'] * 1e3:.2f} and {peer['beside'] * 1e3:.2f} ms"
     words += results.kept(ours=run.samples.at("kv_neighbour", "ours"), peer=run.samples.at("kv_neighbour", "kvcached"))
     run.book.add(results.row("tbt.neighbour.growth", ours["beside"] / ours["alone"], "ratio", target="<= 1.2",
                              peer=peer["beside"] / peer["alone"] if peer else None, note=words))
@@ -399,6 +399,7 @@ def measure_cold(run, side, servers):
         one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
         check_graphs(run, servers)  # a peer outside its graphs is slow by itself
         one["load"] = sglang_gpu.cold_load_words(run, path, [server.model.name for server in servers])
+        one["context"] = run.sizes.context
         run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {kv_load.quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P99 {kv_load.quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
@@ -688,7 +689,7 @@ def goodput_rows(run):
                 target = "> 1" if other == "static" and rate == run.arguments.rates[0] else ">= 1"
                 run.book.add(results.row(metric, by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
                                          "ratio", peer=by[other]["goodput"], target=target,
-                                         note=f"at {rate:g} requests/s each, prompts {run.sizes.scale:g} times the trace's, a pool of {run.sizes.goodput_pool / 2**20:g} MiB; prefill alone takes "
+                                         note=f"one load of {run.sizes.seconds:g} s, {by['deadline']['asked']} requests, at {rate:g} requests/s each, prompts {run.sizes.scale:g} times the trace's, a pool of {run.sizes.goodput_pool / 2**20:g} MiB; prefill alone takes "
                                          f"{by['deadline']['prefill_fraction']:.2f} of the time, {other} {by[other]['prefill_fraction']:.2f}; "
                                          f"refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"
                                          + results.kept(**{policy: run.samples.at(*key) for policy, key in keys.items()})))

@@ -47,6 +47,12 @@ def kept(**sides):
     return "".join(f"; {who} of {at[1]}, commit {at[0]}" for who, at in sides.items() if at and list(at) != now)
 
 
+def few(*counts):
+    """Words for a note on a P99: of a hundred values or less it is the largest."""
+    words = [f"the largest of {count}" if count <= 100 else f"of {count}" for count in counts]
+    return f" ({' and '.join(words)})" if min(counts) <= 100 else ""
+
+
 def command(words=None):
     """How this program was called, for the file of its results: a whole path, which is this machine's own
     business, becomes the name of its option."""

@@ -31,6 +31,7 @@ outside them, or when the Instances count a call outside graphs in decode, or no
 """
 
 import argparse
+import collections
 import csv
 import datetime
 import json
@@ -79,6 +80,7 @@ RATIO = 3  # which of a cell's rows it is
 PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more to tell decode from prefill
 
 
+COLD_ELSEWHERE = "not run here; kv_gpu has the same load beside the same peer, with less memory for ours: kv.cold.*, tbt.cold_models.p99_static_ratio"
 RENEW = "renew"  # of Book and Samples: measured nevertheless, unless it is of this commit
 
 
@@ -159,6 +161,11 @@ class Book:
             self.failures[step] = failures
         elif measured:
             self.failures.pop(step, None)
+
+    def point(self, metrics, where):
+        """Says of those that nobody has measured where else the figure is."""
+        for metric in filter(self.lacks, metrics):
+            self.rows[metric] = {**self.missing(metric), "note": where}
 
     def write(self):
         data = {
@@ -258,6 +265,7 @@ class Run:
         else:
             machine = self.host.describe()
         self.book = Book(arguments.out / name, machine, before, planned, again=arguments.again)
+        self.book.point(["tbt.cold_models.p99_static_ratio", *(f"sglang.cold.{r:g}.tbt_p99_ms" for r in arguments.rates)], COLD_ELSEWHERE)
 
     def modes(self):
         """Of small checkpoints' servers; in a rehearsal they do not differ."""
@@ -472,19 +480,24 @@ def latency_of(run, name):
 
 
 def worst_ratio(book):
-    ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and book.has(m)}
-    if not any(metric in book.fresh for metric in ratios):
+    """Of the first model's cells, as far as they were measured."""
+    cells = [metric for metric in book.rows if metric.startswith(f"sglang.{MODELS[0]}.") and metric.endswith(".ratio")]
+    ratios = {metric: book.rows[metric]["value"] for metric in cells if not book.lacks(metric)}
+    if not book.fresh.intersection(ratios):
         return
     worst = max(ratios, key=ratios.get)
+    by = collections.Counter(book.rows[metric].get("commit", results.commit()) for metric in ratios)
+    commits = "; of commits: " + ", ".join(f"{commit} {count}" for commit, count in by.items()) if len(by) > 1 else ""
     book.add(results.row("tbt.one_model.sglang_ratio", ratios[worst], "ratio", target="<= 1.15",
-                         note=f"the largest of {len(ratios)} cells: {worst}; median {statistics.median(ratios.values()):.3f}"))
+                         note=f"the largest of {len(ratios)} of {len(cells)} cells: {worst}; median {statistics.median(ratios.values()):.3f}{commits}"))
 
 
 def cell_rows(metric, plain, ours, layer, layers, steps):
     rows = []
     for key, part, word in (("gaps", 0.5, "tbt_p50"), ("gaps", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50")):
         values = [quantile(side[key], part) * 1e3 for side in (ours, plain)]
-        rows.append(results.row(f"{metric}.{word}_ms", values[0], "ms", peer=values[1], note=f"of {len(ours[key])}; peer of {len(plain[key])}"))
+        largest = results.few(len(ours[key]), len(plain[key])) if part == 0.99 else ""
+        rows.append(results.row(f"{metric}.{word}_ms", values[0], "ms", peer=values[1], note=f"of {len(ours[key])}; peer of {len(plain[key])}{largest}"))
     ratio = rows[0]["value"] / rows[0]["peer"]
     rows.append(results.row(f"{metric}.ratio", ratio, "ratio", target="<= 1.15", note="TBT P50 over that of SGLang alone"))
     # Where the time of a token is.
@@ -576,10 +589,7 @@ def step_more(run):
     names = [name for name in run.arguments.models[1:] if cells_left(run, name) or not run.book.has(f"sglang.memory.{name}.gib")]
     if names:
         more_plain(run, names)
-        try:
-            more_ours(run, names)
-        finally:
-            worst_ratio(run.book)
+        more_ours(run, names)
 
 
 def plain_wanted(run, name):
@@ -758,7 +768,8 @@ def cold_rows(run, rates, words):
             continue
         note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
         peers = "the peer's " + static.get("kv", "fixed")
-        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, {peers}, ours elastic"
+        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, {peers}, ours elastic; "
+        note += f"contexts of up to {sizes.context} tokens, the peer's {static.get('context', sizes.context)} or what the model itself allows; the peer without MPS"
         note += results.kept(ours=run.samples.at(*keys[0]), peer=run.samples.at(*keys[1]))
         rows = []
         for key, part, word in (("tbt", 0.5, "tbt_p50"), ("tbt", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50"), ("ttft", 0.99, "ttft_p99")):
@@ -766,7 +777,7 @@ def cold_rows(run, rates, words):
             each = ""
             if part == 0.99:
                 index = 0 if key == "tbt" else 1
-                each = "; " + ", ".join(f"{m} {ours['by'][m][index] * 1e3:.1f} (peer {static['by'][m][index] * 1e3:.1f})" for m in ours["by"])
+                each = f"; P99{results.few(*(len(side[key]) for side in (ours, static)))} of each: " + ", ".join(f"{m} {ours['by'][m][index] * 1e3:.1f} (peer {static['by'][m][index] * 1e3:.1f})" for m in ours["by"])
             rows.append(results.row(f"sglang.cold.{rate:g}.{word}_ms", values[0], "ms", peer=values[1], note=note + each))
         run.book.add(*rows)
         if rate == rates[0]:

@@ -133,6 +133,34 @@ class Times(unittest.TestCase):
         self.assertEqual(sglang_gpu.quantile([3, 1, 2], 0.5), 2)
         self.assertNotEqual(sglang_gpu.quantile([], 0.5), sglang_gpu.quantile([], 0.5))  # not a number
 
+    def test_the_worst_cell_is_of_the_model_that_it_is_named_after(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "x.json"
+            one, other, third = (f"sglang.{name}.ratio" for name in ("Qwen3-30B-A3B.1024.b1", "Qwen3-30B-A3B.1024.b8", "Qwen3-14B.1024.b1"))
+            with mock.patch.object(results, "commit", lambda: "old"):
+                sglang_gpu.Book(path, "m", None, []).add(results.row(one, 1.1, "ratio"), results.row(third, 1.9, "ratio"))
+            book = sglang_gpu.Book(path, "m", path, [other])
+            sglang_gpu.worst_ratio(book)
+            self.assertTrue(book.lacks("tbt.one_model.sglang_ratio"))  # nothing of it was measured
+            with mock.patch.object(results, "commit", lambda: "new"):
+                book.add(results.row(other, 1.05, "ratio"), results.row("sglang.Qwen3-14B.8192.b1.ratio", 1.8, "ratio"))
+                sglang_gpu.worst_ratio(book)
+            row = book.rows["tbt.one_model.sglang_ratio"]
+            self.assertEqual(row["value"], 1.1)
+            self.assertIn(f"the largest of 2 of 2 cells: {one}; median 1.075", row["note"])
+            self.assertIn("of commits: new 1, old 1", row["note"])
+
+    def test_a_p99_of_few_is_called_what_it_is(self):
+        self.assertEqual([sglang_gpu.quantile(range(count), 0.99) == count - 1 for count in (1, 23, 100, 101)], [True, True, True, False])
+        self.assertEqual([results.few(23, 100), results.few(23, 101), results.few(101, 500)], [" (the largest of 23 and the largest of 100)", " (the largest of 23 and of 101)", ""])
+
+    def test_where_a_figure_is_that_is_not_run_here(self):
+        with tempfile.TemporaryDirectory() as folder:
+            book = sglang_gpu.Book(pathlib.Path(folder) / "x.json", "m", None, ["one", "two"])
+            book.add(results.row("one", 1.0, "ms", note="measured"))
+            book.point(["one", "two"], "elsewhere")
+            self.assertEqual([(row["value"], row["note"]) for row in book.rows.values()], [(1.0, "measured"), (None, "elsewhere")])
+
     def test_rows_of_a_cell(self):
         plain = {"ttft": [0.1], "gaps": [0.01] * 10}
         ours = {"ttft": [0.2], "gaps": [0.011] * 10}

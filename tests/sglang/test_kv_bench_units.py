@@ -265,6 +265,7 @@ class Rows(unittest.TestCase):
     def test_of_a_policy(self):
         rows = {row["metric"]: row for row in kv_load.policy_rows(0.5, "deadline", self.ONE, {"m": (1000, 100)})}
         self.assertEqual(rows["kv.goodput.rate0.5.deadline"]["value"], 2.0)
+        self.assertIn("a pool of 0 MiB", rows["kv.goodput.rate0.5.deadline"]["note"])
         self.assertEqual(rows["kv.goodput.rate0.5.deadline.refused_or_late"]["value"], 3)
         self.assertEqual(rows["kv.pool.rate0.5.deadline.peak_fraction"]["value"], 0.9)
         self.assertIn("1 MiB that engines took", rows["kv.pool.rate0.5.deadline.peak_fraction"]["note"])
@@ -289,6 +290,7 @@ class Rows(unittest.TestCase):
             kv_gpu.goodput_rows(run)
             self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_static_ratio"]["value"], 2.0)
             self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_arrival_ratio"]["value"], 1.25)
+            self.assertIn("one load of 9 s, 9 requests", run.book.rows["kv.goodput.rate1.deadline_arrival_ratio"]["note"])
             for name in ("kv-gpu-goodput.svg", "kv-gpu-memory.svg"):
                 self.assertIn("</svg>", (pathlib.Path(folder) / name).read_text())
             again = self.run_in(folder)  # goes on where that one ended
@@ -397,6 +399,8 @@ class Rows(unittest.TestCase):
             self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["target"], ">= 1")
             row = run.book.rows["kv.cold.rate0.8.static.tbt_p99_ms"]
             self.assertEqual((row["value"], row["peer"]), (20.0, 200.0))
+            self.assertIn("without MPS", row["note"])
+            self.assertIn("TTFT P99 (the largest of 1 and the largest of 1) of three", run.book.rows["kv.cold.rate0.8.static_ttft_p99_ratio"]["note"])
             run.samples.keep("kv_cold_static", "0.8", {**slow, "tbt": [0.01] * 98 + [0.4] * 2, "at": ["abc", "a day"]})  # measured again
             kv_gpu.cold_rows(run)
             row = run.book.rows["tbt.cold_models.p99_static_ratio"]
@@ -706,10 +710,11 @@ class Cold(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             run = types.SimpleNamespace(samples=sglang_gpu.Samples(folder, None), sizes=sglang_gpu.Sizes(False), book=sglang_gpu.Book(folder / "x.json", "m", None, []))
-            run.samples.keep("cold_static", "0.8", side, ["abc", "a day"])
+            run.samples.keep("cold_static", "0.8", {**side, "context": 70000}, ["abc", "a day"])
             run.samples.keep("cold_ours", "0.8", side)
             sglang_gpu.cold_rows(run, [0.8], "lengths")
             self.assertIn("; peer of a day, commit abc", run.book.rows["sglang.cold.0.8.tbt_p99_ms"]["note"])
+            self.assertIn("contexts of up to 16384 tokens, the peer's 70000", run.book.rows["sglang.cold.0.8.tbt_p99_ms"]["note"])
             run.samples.fresh.clear(), run.book.fresh.clear()
             sglang_gpu.cold_rows(run, [0.8], "lengths")
             self.assertEqual(run.book.fresh, set())
