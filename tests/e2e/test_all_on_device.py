@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What runs the steps on a machine with GPUs (tests/cuda/all_on_device): steps that fail, hang, leave processes
-behind or lack what they need; results that are taken into a folder. The steps here need no GPU."""
+behind or lack what they need; results that are taken into a folder; and what packs the build for it (sglang_bundle). The
+steps here need no GPU."""
 
 import contextlib
 import importlib.machinery
@@ -33,9 +34,9 @@ SCRIPTS = {
 }
 
 
-def load():
-    loader = importlib.machinery.SourceFileLoader("all_on_device", str(SCRIPT))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("all_on_device", loader))
+def load(script=SCRIPT):
+    loader = importlib.machinery.SourceFileLoader(script.name, str(script))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(script.name, loader))
     loader.exec_module(module)
     return module
 
@@ -128,6 +129,46 @@ def an_end_from_outside_leaves_an_archive():
         check([(entry["step"], entry["failed"]) for entry in summary] == [("good", []), ("hang", ["ended by signal 15"])], summary)
 
 
+def a_packed_build_is_current():
+    """Whatever the build folder has is made from its sources first; else nothing is packed."""
+    bundle = load(SCRIPT.with_name("sglang_bundle"))
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder).resolve() / "tree"
+        build, archive = tree / "build", tree / "build.tar.xz"
+        for name in ("build/bin", "build/lib", "build/python", "build/tests"):
+            (tree / name).mkdir(parents=True)
+        bundle.ROOT = tree
+
+        def refused(words, *programs):
+            try:
+                bundle.pack_build(build, tree / "place", archive, programs)
+            except SystemExit as end:
+                check(words in str(end.code), end.code)
+            else:
+                raise harness.Failed(f"it was packed: {words}")
+            check(not archive.exists(), "an archive is there")
+
+        refused("no build folder")
+        (build / "build.ninja").write_text(
+            "rule cp\n  command = cp $in $out\nbuild bin/xpool: cp ../new\nbuild lib/l.so.1: cp ../new\nbuild python/p.py: cp ../new\n"
+            "build xpool_python: phony python/p.py\nbuild tests/t: cp ../new\nbuild tests/bad: cp ../none\n"
+        )
+        made = ("bin/xpool", "lib/l.so.1", "python/p.py", "tests/t")
+        for name in made:
+            (build / name).write_text("old")
+        cache = build / "CMakeCache.txt"
+        cache.write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere\n")
+        refused("a build of another tree")
+        cache.write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={tree}\n")
+        (tree / "new").write_text("new")
+        refused("does not make tests/unknown", "tests/unknown")
+        refused("nothing is packed", "tests/bad")
+        bundle.pack_build(build, tree / "place", archive, ["tests/t"])
+        with tarfile.open(archive) as packed:
+            found = {name: packed.extractfile(name).read() for name in (*made, "commit")}
+        check(all(found[name] == b"new" for name in made) and found["commit"].strip(), found)
+
+
 def failures_stand_until_the_step_ends_well():
     module = load()
 
@@ -185,4 +226,4 @@ def what_another_step_measured():
 
 
 if __name__ == "__main__":
-    harness.main(steps, an_end_from_outside_leaves_an_archive, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)
+    harness.main(steps, a_packed_build_is_current, an_end_from_outside_leaves_an_archive, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)
