@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,10 @@ def an_end_from_outside_leaves_an_archive():
 
 def a_packed_build_is_current():
     """Whatever the build folder has is made from its sources first; else nothing is packed."""
+    missing = [name for name in ("ninja", "xz") if not shutil.which(name)]
+    if missing:
+        print(f"     not looked at: {', '.join(missing)} is not here")
+        return
     bundle = load(SCRIPT.with_name("sglang_bundle"))
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder).resolve() / "tree"
