@@ -31,8 +31,18 @@ def commit():
     # A copy of the tree whose history is another's or none is told which commit it is.
     if os.environ.get("XPOOL_COMMIT"):
         return os.environ["XPOOL_COMMIT"]
-    out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    return out.stdout.strip() if out.returncode == 0 else "unknown"
+    out = git("describe", "--always")
+    # What benchmarks write themselves makes no other program of it.
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!README.md")
+    if out is None or changed is None:
+        return "unknown"
+    return out + ("-dirty" if changed else "")
+
+
+def git(*words):
+    """Its output, stripped; None where it fails."""
+    out = subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return out.stdout.strip() if out.returncode == 0 else None
 
 
 def here():

@@ -5,12 +5,14 @@ that goes on from an earlier one keeps."""
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 import types
 import unittest
+import unittest.mock
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -58,6 +60,28 @@ def answer(due, times):
 def counted(invocations, busy, queue, **rank):
     found = {"invocations": invocations, "busy_ns": busy, "queue_ns": queue, "layers": 4}
     return {**found, **{f"rank_{key}": value for key, value in rank.items()}}
+
+
+class Commit(unittest.TestCase):
+    def test_what_benchmarks_write_is_no_change(self):
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(results, "ROOT", pathlib.Path(folder)), \
+                unittest.mock.patch.dict("os.environ"):
+            os.environ.pop("XPOOL_COMMIT", None)
+            self.assertEqual(results.commit(), "unknown")
+            root = pathlib.Path(folder)
+            for name in ("docs/results/a.json", "README.md", "src.c"):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_text("one")
+            for words in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t", "commit", "-qm", "t"]):
+                subprocess.run(["git", *words], cwd=root, check=True, timeout=60)
+            clean = results.commit()
+            self.assertRegex(clean, "^[0-9a-f]+$")
+            (root / "docs/results/a.json").write_text("two")
+            (root / "README.md").write_text("two")
+            (root / "new").write_text("untracked")
+            self.assertEqual(results.commit(), clean)
+            (root / "src.c").write_text("two")
+            self.assertEqual(results.commit(), clean + "-dirty")
 
 
 class Logs(unittest.TestCase):
