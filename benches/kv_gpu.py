@@ -54,7 +54,7 @@ import sglang_models
 import sglang_servers
 import svg
 from kv_pool import begin_system, group_of, set_policy, settle, trim, warm
-from sglang_gpu import OutOfTime, burst, check_graphs, place
+from sglang_gpu import OutOfTime, burst, check_graphs, due, place
 from sglang_servers import Fleet, Model, harness
 
 ORDER = ("neighbour", "history", "longest", "cold", "daemon", "goodput", "kvcached", "static", "kills", "driver")
@@ -376,8 +376,8 @@ def step_neighbour(run):
 
 def neighbour_rows(run):
     ours, peer = (run.samples.get("kv_neighbour", side) for side in ("ours", "kvcached"))
-    fresh = any(kind == "kv_neighbour" for kind, _ in run.samples.fresh)
-    if not ours or not (fresh or run.book.lacks("tbt.neighbour.growth") or (peer and run.book.rows["tbt.neighbour.growth"]["peer"] is None)):
+    keys = [("kv_neighbour", side) for side in ("ours", "kvcached")]
+    if not ours or not (due(run, "tbt.neighbour.growth", keys) or (peer and run.book.rows["tbt.neighbour.growth"]["peer"] is None)):
         return
     words = f"{run.who(ALONE)}, 1 stream of {run.sizes.contexts[0]} tokens, beside {run.who(BUSY)} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
     if peer:
@@ -418,10 +418,10 @@ def cold_rows(run):
         for peer in ("kvcached", "static"):
             theirs = cold_sample(run, peer, rate)
             metric = f"kv.cold.rate{rate:g}.{peer}_p99_ratio"
-            fresh = any((f"kv_cold_{side}", f"{rate:g}") in run.samples.fresh for side in ("ours", peer))
+            keys = [(f"kv_cold_{side}", f"{rate:g}") for side in ("ours", peer)]
             if ours and theirs and ours["load"] != theirs["load"]:
                 print(f"    {peer} at {rate:g}: measured with another load ({theirs['load']}, ours {ours['load']}), no ratio", flush=True)
-            elif ours and theirs and (fresh or run.book.lacks(metric)):
+            elif ours and theirs and due(run, metric, keys):
                 rows = kv_load.ratio_rows(rate, peer, ours, theirs, run.sizes.pool)
                 run.book.add(*rows)
                 if rate == run.arguments.cold_rates[0]:
@@ -538,7 +538,7 @@ def capacity_rows(run):
         peers = {side: by[side][name] for side in ("kvcached", "static") if by[side]}
         told = ["whole" if by["whole"] else "ours", *peers]
         metric = f"kv.longest.{name}.capacity_tokens"
-        if mine and peers and (run.book.lacks(metric) or any(("kv_capacity", side) in run.samples.fresh for side in told)):
+        if mine and peers and due(run, metric, [("kv_capacity", side) for side in told]):
             words = ", ".join(f"{side} {tokens}" for side, tokens in peers.items())
             more = "as planned for the whole GPU, not run at that size" if by["whole"] else "as it ran"
             run.book.add(results.row(metric, mine, "tokens", peer=peers.get("kvcached"), target=">= peer",
@@ -685,7 +685,7 @@ def goodput_rows(run):
         for other in POLICIES[:2]:
             metric = f"kv.goodput.rate{rate:g}.deadline_{other}_ratio"
             keys = {policy: ("kv_goodput", f"{rate:g} {policy}") for policy in ("deadline", other)}
-            if by["deadline"] and by[other] and (run.book.lacks(metric) or run.samples.fresh.intersection(keys.values())):
+            if by["deadline"] and by[other] and due(run, metric, keys.values()):
                 target = "> 1" if other == "static" and rate == run.arguments.rates[0] else ">= 1"
                 run.book.add(results.row(metric, by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
                                          "ratio", peer=by[other]["goodput"], target=target,

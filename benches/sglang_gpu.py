@@ -235,6 +235,11 @@ def kept_samples(arguments):
     return Samples(arguments.out, arguments.resume, SAMPLES if arguments.resume and not arguments.rehearse else None, arguments.again)
 
 
+def due(run, metric, keys):
+    """A row that is made of the samples (kind, key) is to be written: nobody has, or one of them is of this run."""
+    return run.book.lacks(metric) or bool(run.samples.fresh.intersection(keys))
+
+
 class Run:
     """What all steps share."""
 
@@ -764,7 +769,7 @@ def cold_rows(run, rates, words):
     for rate in rates:
         keys = [(f"cold_{side}", f"{rate:g}") for side in ("ours", "static")]
         ours, static = (run.samples.get(*key) for key in keys)
-        if not ours or not static or not (run.samples.fresh.intersection(keys) or run.book.lacks(f"sglang.cold.{rate:g}.tbt_p99_ms")):
+        if not ours or not static or not due(run, f"sglang.cold.{rate:g}.tbt_p99_ms", keys):
             continue
         note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
         peers = "the peer's " + static.get("kv", "fixed")

@@ -33,21 +33,21 @@ def instance():
     with system_of_two() as system:
         system.start(120)
         want = system.generate("right", prompt["ids"], LENGTH, 120)
+
+        def begin():
+            streams = [system.stream(m, prompt["ids"], LENGTH, 60) for m in MODELS]
+            for stream in streams:
+                stream.wait(2)
+            return streams
+
         for attempt in range(3):
-            victim = system.stream("left", prompt["ids"], LENGTH, 60)
-            survivor = system.stream("right", prompt["ids"], LENGTH, 60)
-            victim.wait(2)
-            survivor.wait(2)
             # In the first attempts the Instance dies for certain in the middle of an Invocation: the
             # FfnAgents stand still meanwhile. Then once at any moment.
-            agents = [pid for role, pid in system.roles().items() if role.startswith("ffnagent")]
-            for pid in agents if attempt < 2 else []:
-                os.kill(pid, signal.SIGSTOP)
+            victim, survivor = system.hold(begin) if attempt < 2 else begin()
             os.kill(system.pid("serve left"), signal.SIGKILL)
             if attempt < 2:
                 time.sleep(0.2)
-                for pid in agents:
-                    os.kill(pid, signal.SIGCONT)
+                system.go_on()
             harness.check(survivor.result(120) == want, "the other Instance's tokens changed")
             harness.check(system.up.poll() is None, "xpool up ended although only an Instance died")
             harness.check(

@@ -162,6 +162,15 @@ static inline void response_free(response_t *response)
     memset(response, 0, sizeof(*response));
 }
 
+/* A request with this body. */
+static inline void client_send_post(int fd, const char *path, const char *body)
+{
+    char text[1024];
+    snprintf(text, sizeof(text), "POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
+             path, strlen(body), body);
+    client_send(fd, text);
+}
+
 /* Decodes "hex\r\n payload \r\n" pieces of `data`. True when the last piece is there. */
 static inline bool client_dechunk(const char *data, const char *end, char *out, size_t *out_length)
 {

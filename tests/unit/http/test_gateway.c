@@ -463,11 +463,8 @@ static void a_failed_system_tells_its_clients(void **state)
 
 static int send_body(const char *path, const char *body)
 {
-    char text[1024];
     int fd = client_connect(f.port);
-    snprintf(text, sizeof(text), "POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
-             path, strlen(body), body);
-    client_send(fd, text);
+    client_send_post(fd, path, body);
     return fd;
 }
 

@@ -621,11 +621,8 @@ static void half_close_after_a_quick_request(void **state)
 /* A request whose answer goes through small buffers, so that not reading it holds it up. */
 static int client_post_small(const char *path, const char *body)
 {
-    char text[512];
     int fd = client_connect_small(f.port);
-    snprintf(text, sizeof(text), "POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %zu\r\n\r\n%s",
-             path, strlen(body), body);
-    client_send(fd, text);
+    client_send_post(fd, path, body);
     return fd;
 }
 
