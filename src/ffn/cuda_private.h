@@ -91,6 +91,7 @@ struct ffn_cuda_runtime {
     /* Device memory: words and dispatch from create on, tables and Lanes from start on. */
     cuda_block_t words, tables, lanes;
     cuda_address_t dispatch_at, queue_at, counters_at, lease_at, failure_at, word_at;
+    cuda_address_t aside_at;   /* the queue's `aside`, or 0 */
     cuda_address_t usage_at;   /* counters of chosen experts, in `tables` */
     void *usage;               /* pinned: a model's of them, under stats_lock; or NULL */
     cuda_address_t library_at; /* scratch of the library's products */

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ffn/cuda/decode_shape.h"
 #include "ffn/cuda_private.h"
 #include "ffn/load_share.h"
 
@@ -54,6 +55,9 @@ static uint64_t runtime_carve_words(ffn_cuda_runtime_t *runtime, cuda_address_t 
     runtime->lease_at = runtime_take(&carve, sizeof(uint32_t));
     runtime->failure_at = runtime_take(&carve, sizeof(uint32_t));
     runtime->word_at = runtime_take(&carve, sizeof(uint64_t));
+    if (runtime->config.cuts)
+        runtime->aside_at =
+            runtime_take(&carve, (uint64_t)runtime->kernels.blocks * FFN_CUDA_ASIDE_BYTES);
     return carve.used;
 }
 
@@ -390,6 +394,25 @@ static xp_status_t start_usage(ffn_cuda_runtime_t *runtime)
     return most ? cuda_host_alloc(runtime->device, most, &runtime->usage) : XP_OK;
 }
 
+static void tables_most(uint64_t bytes, uint32_t *most)
+{
+    const uint64_t kib = (bytes + 1023) / 1024;
+    *most = *most < kib ? (uint32_t)kib : *most;
+}
+
+/* What such a layer's Invocations read, where it is more than that of the layers before. */
+static void tables_kib(const ffn_cuda_signature_t *s, ffn_cuda_dispatch_model_t *model)
+{
+    const uint64_t part = 6ull * s->hidden * s->intermediate; /* three matrices, 16 bit */
+    if (s->experts == 0) {
+        tables_most(part, &model->dense_kib);
+        return;
+    }
+    tables_most(6ull * s->hidden * s->shared_intermediate, &model->shared_kib);
+    tables_most(part * s->top_k, &model->row_kib);
+    tables_most(part * s->experts, &model->experts_kib);
+}
+
 /* All models' layers and parts behind one another, with device addresses. */
 static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signatures,
                               cuda_address_t parts, ffn_cuda_layer_t *layers)
@@ -409,6 +432,7 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             .few_rows = FEW_ROWS_MOST,
         };
         bool experts = false;
+        uint32_t dense = 0;
         uint64_t usage = model->usage_first;
         for (uint32_t l = 0; l < model->layers; l++) {
             const uint32_t part = next_part + model->first_part[l];
@@ -433,7 +457,10 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             if (few < runtime->dispatch.models[m].few_rows)
                 runtime->dispatch.models[m].few_rows = few;
             experts = experts || template->signature.experts;
+            dense += !experts;
+            tables_kib(&template->signature, &runtime->dispatch.models[m]);
         }
+        runtime->dispatch.models[m].dense_layers = dense;
         /* Of dense layers the grouped products of more rows are as fast, and need no lease. */
         if (!experts || !runtime->config.resident)
             runtime->dispatch.models[m].few_rows = 0;
@@ -641,6 +668,7 @@ static xp_status_t start_dispatch(ffn_cuda_runtime_t *runtime)
     ffn_cuda_dispatch_t *dispatch = &runtime->dispatch;
     dispatch->abi = FFN_CUDA_DISPATCH_ABI;
     dispatch->lane_count = runtime->config.lanes;
+    dispatch->cuts = runtime->aside_at != 0;
     dispatch->max_rows = runtime->config.max_rows;
     dispatch->buffer_rows = runtime->config.buffer_rows;
     dispatch->max_hidden = runtime->limits.hidden;

@@ -70,6 +70,7 @@ static xp_status_t serve_lease_offer(ffn_cuda_runtime_t *runtime)
     /* Nobody posts: the last lease's end was seen, and this one's word is not written yet. */
     memset(&staging->queue, 0, sizeof(staging->queue));
     staging->queue.counters = cuda_pointer(runtime->counters_at);
+    staging->queue.aside = cuda_pointer(runtime->aside_at);
     XP_TRY(CUDA_CALL(runtime->device->driver, cuMemcpyHtoDAsync, runtime->queue_at, &staging->queue,
                      sizeof(staging->queue), runtime->control));
     XP_TRY(serve_wait(runtime, runtime->control, SERVE_WORD_LIMIT_NS));

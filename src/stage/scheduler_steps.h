@@ -454,8 +454,10 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
     s->lane[work->lane].instance = instance;
     work->job = STAGE_JOB_NONE;
     if (ffn_cuda_lease_takes(&s->poster, work->rows, work->decode_rows, work->few_rows) &&
-        ffn_cuda_command_post(s->dispatch, &s->poster, work->lane, ticket,
-                              plan.spread ? 0 : plan.word, work->line.sequence)) {
+        ffn_cuda_command_post(s->dispatch, &s->poster, work->lane,
+                              ffn_cuda_invocation_kib(&s->dispatch->models[about->weights],
+                                                      work->line.layer, work->rows),
+                              ticket, plan.spread ? 0 : plan.word, work->line.sequence)) {
         /* What the resident kernel does not do: further consumers, after its `done`. */
         if (plan.spread)
             work->job = STAGE_JOB_COPY;
@@ -761,6 +763,8 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         ffn_cuda_invocation_t given;
         given.layer = s->dispatch->models[work->about.weights].first_layer + line.layer;
         given.rows = line.rows;
+        given.kib = ffn_cuda_invocation_kib(&s->dispatch->models[work->about.weights], line.layer,
+                                            line.rows);
         given.input = (const void *)(uintptr_t)work->about.input;
         given.output = (void *)(uintptr_t)(arena + work->about.output_offset);
         given.partial = 0;

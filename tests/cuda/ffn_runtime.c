@@ -61,8 +61,8 @@ static void scene_failed(void *context, xp_status_t status, const char *text)
     failed++;
 }
 
-static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, bool resident,
-                       bool library, scene_t *scene)
+static void scene_open_with(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, bool resident,
+                            bool cuts, bool library, scene_t *scene)
 {
     static const char *const names[] = {"test_scheduler"};
     void *address;
@@ -73,6 +73,7 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         .lanes = FFN_SCHEDULER_SLOTS,
         .max_rows = max_rows,
         .resident = resident,
+        .cuts = cuts,
         .library = library,
         .records = 4096,
         .cpu = -1,
@@ -92,6 +93,12 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         scene->output[i] = ffn_kit_alloc(kit, (uint64_t)rows * max_hidden * 2);
         scene->partial[i] = ffn_kit_alloc(kit, (uint64_t)rows * max_hidden * 4);
     }
+}
+
+static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, bool resident,
+                       bool library, scene_t *scene)
+{
+    scene_open_with(kit, max_rows, max_hidden, resident, false, library, scene);
 }
 
 static void scene_start(scene_t *scene)
@@ -812,6 +819,74 @@ static void test_bulk(ffn_kit_t *kit)
     scene_close(&scene);
 }
 
+/* ---- two models that decode ------------------------------------------------------------------
+ */
+/* A short Invocation beside another model's long ones, as attention leaves them: with pauses. The
+ * bits are those of the same Invocations alone. */
+static void cuts_run(scene_t *scene, bool cuts, uint32_t other, uint32_t other_rows)
+{
+    enum { MODEL = 1, PAUSE_NS = 45000, COUNT = 2000, HIDDEN = 2048 };
+    static uint16_t want[2][16 * 5120], got[2][16 * 5120];
+    const uint32_t hidden[2] = {HIDDEN, other ? HIDDEN : 5120};
+    char metric[128], note[256];
+    ffn_order_t order[2] = {decode_order(scene, MODEL, true), decode_order(scene, other, true)};
+    order[1].rows = other_rows;
+    order[1].input = (void *)(uintptr_t)scene->input[1];
+    order[1].output = (void *)(uintptr_t)scene->output[1];
+    for (uint32_t slot = 0; slot < 2; slot++) {
+        order[slot].pause_ns = PAUSE_NS;
+        order[slot].count = COUNT + slot * 3;
+        scene_lease(scene, slot, &order[slot]);
+        scene_post(scene, slot, &order[slot]);
+        scene_wait(scene, slot);
+        ffn_kit_read(scene->kit, scene->output[slot], want[slot],
+                     (uint64_t)order[slot].rows * hidden[slot] * 2);
+        snprintf(metric, sizeof(metric), "ffn.cuts.%s.%s%u.alone", real_models[other].name,
+                 slot ? "long" : "short", order[slot].rows);
+        if (!cuts)
+            print_samples(scene, slot, COUNT, metric,
+                          "6 layers in turn, 45 us apart, post to done");
+    }
+    for (uint32_t slot = 0; slot < 2; slot++)
+        scene_post(scene, 1 - slot, &order[1 - slot]);
+    for (uint32_t slot = 0; slot < 2; slot++)
+        scene_wait(scene, slot);
+    for (uint32_t slot = 0; slot < 2; slot++) {
+        const uint64_t bytes = (uint64_t)order[slot].rows * hidden[slot] * 2;
+        ffn_kit_read(scene->kit, scene->output[slot], got[slot], bytes);
+        cases++;
+        if (memcmp(want[slot], got[slot], bytes) || scene->page->line[slot].by_host) {
+            printf("failed: cuts %u, %s %u rows, slot %u: other bits than alone, %u by the host\n",
+                   cuts, real_models[other].name, other_rows, slot,
+                   scene->page->line[slot].by_host);
+            failed++;
+        }
+        snprintf(metric, sizeof(metric), "ffn.cuts.%s.%s%u.%s", real_models[other].name,
+                 slot ? "long" : "short", order[slot].rows, cuts ? "cut" : "queued");
+        snprintf(note, sizeof(note), "1 row of %s beside %u rows of %s", real_models[MODEL].name,
+                 other_rows, real_models[other].name);
+        print_samples(scene, slot, COUNT, metric, note);
+    }
+}
+
+static void test_cuts(ffn_kit_t *kit)
+{
+    for (uint32_t cuts = 0; cuts < 2; cuts++) {
+        scene_t scene;
+        scene_open_with(kit, 64, 5120, true, cuts, false, &scene);
+        for (uint32_t m = 0; m < REAL_MODELS; m++)
+            real_install(&scene, m, NULL);
+        ffn_kit_fill(kit, scene.input[0], 5120, 31, 1, FFN_CUDA_BF16);
+        ffn_kit_fill(kit, scene.input[1], 64ull * 5120, 32, 1, FFN_CUDA_BF16);
+        scene_start(&scene);
+        cuts_run(&scene, cuts, 2, 8);
+        cuts_run(&scene, cuts, 2, 1);
+        cuts_run(&scene, cuts, 3, 16);
+        cuts_run(&scene, cuts, 0, 4);
+        scene_close(&scene);
+    }
+}
+
 /* ---- what needs no GPU -----------------------------------------------------------------------
  */
 static int print_plan(void)
@@ -877,6 +952,8 @@ int main(int count, char **arguments)
             test_real(&kit, real, mixed, false);
         if (count > 1 && wanted(count, arguments, "bulk"))
             test_bulk(&kit);
+        if (count > 1 && wanted(count, arguments, "cuts"))
+            test_cuts(&kit);
         if (wanted(count, arguments, "library"))
             test_real(&kit, true, true, true);
         if (wanted(count, arguments, "load"))

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// The scheduler of the runtime's device test: one thread that posts Invocations as the stages' scheduler
-// does, through the functions of ffn/cuda/dispatch.h. It measures each from post to `done`.
+// The scheduler of the runtime's device test: one thread that posts Invocations as the stages'
+// scheduler does, through the functions of ffn/cuda/dispatch.h. It measures each from post to
+// `done`.
 #include "ffn_scheduler.h"
 
 struct slot_state_t {
-    uint64_t orders;  // done
+    uint64_t orders; // done
     uint64_t ticket;
     uint64_t posted_ns, resume_ns;
     uint32_t index;
@@ -38,7 +39,8 @@ static __device__ void slot_post(const ffn_cuda_dispatch_t *d, ffn_cuda_poster_t
     // Any rows in a decode lease: its kernel takes more than it is given.
     const bool takes = o.resident && (ffn_cuda_lease_few(poster->lease) ==
                                       (o.rows > d->models[o.model].decode_rows && o.few));
-    if (!(takes && ffn_cuda_command_post(d, poster, slot, state->ticket, NULL, 0))) {
+    const uint32_t kib = ffn_cuda_invocation_kib(&d->models[o.model], layer, o.rows);
+    if (!(takes && ffn_cuda_command_post(d, poster, slot, kib, state->ticket, NULL, 0))) {
         line->by_host++;
         ffn_cuda_request_post(d, poster, slot, o.urgent);
     }

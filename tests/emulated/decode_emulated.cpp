@@ -139,6 +139,119 @@ static void test_resident(uint32_t blocks, bool look_ahead, uint64_t seed)
         compare(lanes[i], look_ahead ? "resident, looking ahead" : "resident");
 }
 
+// ---- cuts
+// ----------------------------------------------------------------------------------------
+// Commands and cuts posted at any moment, as the scheduler posts them; each has the bits that its
+// Lane has alone. At the end the kernel is told to leave, by a command or by the word.
+static uint32_t all_cuts;
+
+struct cuts_scene_t {
+    static constexpr uint32_t LANES = 7, LONG = 3, POSTS = 16; // the first LONG Lanes are long ones
+    lane_t lanes[LANES];
+    std::vector<unsigned char> want[LANES];
+    ffn_cuda_queue_t queue;
+    ffn_cuda_dispatch_t dispatch;
+    ffn_cuda_poster_t poster;
+    uint64_t done[LANES], tickets[LANES];
+    uint32_t posts, often, cuts;
+    bool by_word, told;
+};
+
+static bytes_t &scene_bytes(lane_t *l)
+{
+    return l->lane.output ? l->output : l->partial;
+}
+
+static void scene_check(cuts_scene_t *scene, uint32_t lane)
+{
+    lane_t *l = &scene->lanes[lane];
+    const bytes_t &got = scene_bytes(l);
+    if (scene->tickets[lane])
+        EMULATED_CHECK(memcmp(got.data(), scene->want[lane].data(), got.size()) == 0,
+                       "Lane %u of %u rows has other bits after %u cuts", lane, l->lane.rows,
+                       scene->cuts);
+}
+
+static void scene_step(cuts_scene_t *scene)
+{
+    if (emulated_random() % scene->often || scene->told)
+        return;
+    if (scene->posts == cuts_scene_t::POSTS) {
+        scene->told = true;
+        if (scene->by_word) {
+            scene->queue.stop = 1;
+            return;
+        }
+        ffn_cuda_command_t &command =
+            scene->queue.entries[scene->poster.commands % FFN_CUDA_QUEUE_ENTRIES];
+        memset((void *)&command, 0, sizeof(command));
+        command.cuts = scene->poster.cuts;
+        command.sequence = scene->poster.commands + 1;
+        return;
+    }
+    const uint32_t lane = emulated_random() % cuts_scene_t::LANES;
+    if (scene->done[lane] != scene->tickets[lane])
+        return;
+    scene_check(scene, lane);
+    bytes_t &bytes = scene_bytes(&scene->lanes[lane]);
+    std::fill(bytes.begin(), bytes.end(), (unsigned char)0xff);
+    const uint32_t before = scene->poster.cuts;
+    scene->tickets[lane]++;
+    EMULATED_CHECK(ffn_cuda_command_post(&scene->dispatch, &scene->poster, lane,
+                                         lane < cuts_scene_t::LONG ? 100 : 10, scene->tickets[lane],
+                                         NULL, 0),
+                   "a post was refused");
+    scene->cuts += scene->poster.cuts - before;
+    scene->posts++;
+}
+
+static void test_cuts(uint32_t blocks, bool look_ahead, uint64_t seed)
+{
+    static const uint32_t rows[cuts_scene_t::LANES] = {16, 9, 8, 1, 2, 0, 1};
+    static cuts_scene_t scene;
+    static std::vector<unsigned char> aside;
+    aside.assign(blocks * FFN_CUDA_ASIDE_BYTES, 0xff);
+    scene.posts = scene.cuts = 0;
+    scene.by_word = seed % 2;
+    scene.told = false;
+    scene.often = 1u << (8 + seed % 7);
+    memset((void *)&scene.queue, 0, sizeof(scene.queue));
+    memset((void *)&scene.dispatch, 0, sizeof(scene.dispatch));
+    memset((void *)&scene.poster, 0, sizeof(scene.poster));
+    emulated_allow(&scene.queue, sizeof(scene.queue));
+    emulated_allow(scene.done, sizeof(scene.done));
+    scene.queue.aside = aside.data();
+    scene.dispatch.cuts = 1;
+    scene.dispatch.layers = layer_table.data();
+    scene.dispatch.queue = &scene.queue;
+    scene.poster.lease = 1;
+    for (uint32_t i = 0; i < cuts_scene_t::LANES; i++) {
+        const uint32_t layer = i % layers.size();
+        lane_make(&scene.lanes[i], layer, rows[i], i % 2, seed + 700 + i);
+        if (i % 2)
+            uneven(&scene.lanes[i], blocks);
+        launch(&scene.lanes[i], blocks, EMULATED_MIXED, seed + i);
+        compare(scene.lanes[i], "before cuts");
+        scene.want[i] = scene_bytes(&scene.lanes[i]);
+        scene.dispatch.lanes[i].lane = &scene.lanes[i].lane;
+        scene.dispatch.lanes[i].done = &scene.done[i];
+        scene.done[i] = scene.tickets[i] = 0;
+    }
+    emulated.outside = [] { scene_step(&scene); };
+    emulated_run(blocks, DECODE_THREADS, DECODE_SHARED_BYTES, (emulated_copies_t)(seed % 3), seed,
+                 [look_ahead] { ffn_decode(NULL, &scene.queue, look_ahead); });
+    emulated.outside = nullptr;
+    EMULATED_CHECK(scene.queue.answered == scene.poster.commands &&
+                       scene.queue.cuts_answered == scene.poster.cuts,
+                   "%llu of %llu commands, %llu of %u cuts",
+                   (unsigned long long)scene.queue.answered,
+                   (unsigned long long)scene.poster.commands,
+                   (unsigned long long)scene.queue.cuts_answered, scene.poster.cuts);
+    for (uint32_t i = 0; i < cuts_scene_t::LANES; i++)
+        scene_check(&scene, i);
+    all_cuts += scene.cuts;
+}
+
 int main(int count, char **arguments)
 {
     const uint64_t seed = count > 1 ? strtoull(arguments[1], NULL, 10) : 1;
@@ -170,10 +283,12 @@ int main(int count, char **arguments)
         test_launches(shapes[i].second, seed * 77 + i);
         for (uint32_t ahead = 0; ahead < 2; ahead++)
             test_resident(shapes[i].second, ahead != 0, seed * 99 + i * 2 + ahead);
+        test_cuts(shapes[i].second, (i + seed) % 2, seed * 55 + i);
         printf("hidden %u width %u experts %u top %u shared %u: right\n", s.hidden, s.intermediate,
                s.experts, s.top_k, s.shared_intermediate);
     }
     printf("%u rows compared, %u not comparable, largest error %.2f of the tolerance\n", compared,
            unfair, worst);
-    return compared == 0 || unfair * 10 > compared;
+    printf("%u cuts\n", all_cuts);
+    return compared == 0 || unfair * 10 > compared || all_cuts == 0;
 }

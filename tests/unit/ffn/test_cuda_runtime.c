@@ -15,6 +15,7 @@ typedef struct scene {
     ffn_cuda_dispatch_t *dispatch; /* "device" memory */
     ffn_cuda_poster_t poster;
     uint64_t ticket;
+    uint32_t kib; /* of what was filled last */
     uint32_t failures;
     char text[256];
 } scene_t;
@@ -38,6 +39,7 @@ static void scene_create(scene_t *scene, bool resident)
         .max_rows = 300,
         .buffer_rows = 300,
         .resident = resident,
+        .cuts = resident,
         .records = 8,
         .cpu = -1,
         .failed = scene_failed,
@@ -88,12 +90,14 @@ static ffn_cuda_answer_t *scene_fill(scene_t *scene, uint32_t lane, uint32_t mod
     own->answer->ticket = ++scene->ticket;
     own->answer->instance = model + 10;
     own->answer->layer_of_model = layer;
+    scene->kib = ffn_cuda_invocation_kib(&scene->dispatch->models[model], layer, rows);
     return own->answer;
 }
 
 static bool scene_post(scene_t *scene, uint32_t lane, uint64_t *word, uint64_t value)
 {
-    return ffn_cuda_command_post(scene->dispatch, &scene->poster, lane, scene->ticket, word, value);
+    return ffn_cuda_command_post(scene->dispatch, &scene->poster, lane, scene->kib, scene->ticket,
+                                 word, value);
 }
 
 /* Until `done`; false after the limit or once the runtime has failed. */
@@ -590,6 +594,104 @@ static void scene_turn_to(scene_t *scene, uint32_t rows, uint32_t hidden, const 
     }
 }
 
+/* A short Invocation cuts a long one that has not ended, with the same results, and not for ever;
+ * the end of a lease leaves none behind. */
+static void test_cuts(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_DEEPSEEK_V2, XP_DTYPE_BF16);
+    scene_t scene;
+    scene_create(&scene, true);
+    scene.config.lanes = 3;
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    const ffn_cuda_dispatch_model_t *model = &scene.dispatch->models[0];
+    const uint32_t hidden = f->spec.hidden, last = f->spec.layers - 1, rows[2] = {16, 1};
+    const model_ffn_t *ffn = &f->spec.ffn[last];
+    assert_int_equal(model->dense_layers, 1);
+    assert_int_equal(ffn_cuda_invocation_kib(model, 0, 1), ffn_cuda_invocation_kib(model, 0, 9));
+    const uint64_t part = 6ull * hidden * ffn->intermediate;
+    const uint32_t shared = (6ull * hidden * ffn->shared_intermediate + 1023) / 1024;
+    const uint32_t some = shared + (part * ffn->top_k + 1023) / 1024;
+    const uint32_t all = shared + (part * ffn->experts + 1023) / 1024;
+    assert_int_equal(ffn_cuda_invocation_kib(model, last, 1), some);
+    assert_int_equal(ffn_cuda_invocation_kib(model, last, 1000), all);
+    float *x = calloc(80 * hidden, sizeof(*x));
+    uint16_t *in = rows_of(80, hidden, FFN_CUDA_BF16, x, 9), *out[3], *want[3];
+    for (uint32_t i = 0; i < 3; i++) {
+        out[i] = calloc(80 * hidden, 2);
+        want[i] = calloc(80 * hidden, 2);
+    }
+    scene_lease(&scene);
+    for (uint32_t i = 0; i < 2; i++) {
+        scene_fill(&scene, i, 0, last - i, rows[i], in + i * hidden, want[i], NULL);
+        assert_true(scene_post(&scene, i, NULL, 0));
+        assert_true(scene_done(&scene, i));
+        assert_int_equal(scene.poster.cuts, 0); /* nothing else is under way */
+    }
+    for (uint32_t round = 0; round < 3; round++) {
+        uint64_t tickets[2], words[2] = {0};
+        scene_lease(&scene);
+        const uint32_t cuts = scene.poster.cuts;
+        /* The kernel stands still. */
+        pthread_mutex_lock(&fake_resident.lock);
+        for (uint32_t i = 0; i < 2; i++) {
+            scene_fill(&scene, i, 0, last - i, rows[i], in + i * hidden, out[i], NULL);
+            tickets[i] = scene.ticket;
+            assert_true(scene_post(&scene, i, &words[i], round + 1));
+        }
+        assert_int_equal(scene.poster.cuts, cuts + 1);
+        if (round == 2) { /* this ends the lease */
+            scene_fill(&scene, 2, 0, last, 65, in, out[2], NULL);
+            ffn_cuda_request_post(scene.dispatch, &scene.poster, 2, 0);
+        }
+        const uint64_t latest = scene.ticket;
+        pthread_mutex_unlock(&fake_resident.lock);
+        for (uint32_t i = 0; i < 2; i++) {
+            scene.ticket = tickets[i];
+            assert_true(scene_done(&scene, i));
+            assert_int_equal(words[i], round + 1);
+            assert_memory_equal(out[i], want[i], rows[i] * hidden * 2);
+            memset(out[i], 0, 80 * hidden * 2);
+        }
+        scene.ticket = latest;
+        assert_true(round < 2 || scene_done(&scene, 2));
+    }
+    /* As many as may cut one command; the next one waits behind it. */
+    scene_lease(&scene);
+    pthread_mutex_lock(&fake_resident.lock);
+    scene_fill(&scene, 0, 0, last, 16, in, out[0], NULL);
+    const uint64_t ticket = scene.ticket;
+    assert_true(scene_post(&scene, 0, NULL, 0));
+    const uint64_t commands = scene.poster.commands;
+    for (uint32_t i = 0; i <= FFN_CUDA_CUTS_MOST; i++) {
+        scene_fill(&scene, 1, 0, last, 1, in, out[1], NULL);
+        assert_true(scene_post(&scene, 1, NULL, 0));
+        assert_int_equal(scene.poster.commands, commands + (i == FFN_CUDA_CUTS_MOST));
+    }
+    const uint64_t latest = scene.ticket;
+    pthread_mutex_unlock(&fake_resident.lock);
+    scene.ticket = ticket;
+    assert_true(scene_done(&scene, 0));
+    scene.ticket = latest;
+    assert_true(scene_done(&scene, 1));
+    assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
+    /* The kernel has left: neither a command nor a cut is taken. */
+    ffn_cuda_poster_t poster = scene.poster;
+    ffn_cuda_invocation_t given = {.layer = 1, .rows = 1, .kib = 1};
+    assert_int_equal(ffn_cuda_cut_post(scene.dispatch, &poster, 1, &given, 1, NULL, 0), 0);
+    scene_close(&scene);
+    for (uint32_t i = 0; i < 3; i++) {
+        free(out[i]);
+        free(want[i]);
+    }
+    free(x);
+    free(in);
+    fixture_close(f);
+}
+
 /* The lease goes to the kernel that takes what comes; what it does not take ends it. */
 static void test_lease_kinds(void **state)
 {
@@ -885,6 +987,7 @@ int main(void)
         cmocka_unit_test(test_shared_workspace),
         cmocka_unit_test(test_lease_after_decode),
         cmocka_unit_test(test_lease),
+        cmocka_unit_test(test_cuts),
         cmocka_unit_test(test_lease_kinds),
         cmocka_unit_test(test_records_lost),
         cmocka_unit_test(test_failures),
