@@ -520,13 +520,14 @@ done:
 /* What the Lanes' memory must hold: a workspace each, and one that they share. */
 typedef struct lanes_shape {
     ffn_cuda_limits_t own, shared; /* shared.bulk_rows 0: there is none */
-    uint64_t library_bytes;
+    uint64_t library_bytes, library_few_bytes;
 } lanes_shape_t;
 
-/* One Lane after the other, then the workspace that they share, then the library's scratch. */
+/* One Lane after the other, then the workspace that they share, then the library's scratch, of bulk
+ * and of few rows. */
 static uint64_t lanes_carve(const lanes_shape_t *shape, uint32_t lanes, uint32_t buffer_rows,
                             cuda_address_t base, cuda_lane_t *lane, cuda_address_t *shared_out,
-                            cuda_address_t *library_out)
+                            cuda_address_t library_out[2])
 {
     runtime_carve_t carve = {.base = base};
     const uint64_t rows_bytes = (uint64_t)buffer_rows * shape->own.hidden * 2;
@@ -543,7 +544,8 @@ static uint64_t lanes_carve(const lanes_shape_t *shape, uint32_t lanes, uint32_t
     *shared_out = shape->shared.bulk_rows
                       ? runtime_take(&carve, ffn_cuda_workspace_bytes(&shape->shared))
                       : 0;
-    *library_out = shape->library_bytes ? runtime_take(&carve, shape->library_bytes) : 0;
+    library_out[0] = shape->library_bytes ? runtime_take(&carve, shape->library_bytes) : 0;
+    library_out[1] = shape->library_few_bytes ? runtime_take(&carve, shape->library_few_bytes) : 0;
     return carve.used;
 }
 
@@ -561,17 +563,28 @@ static void lanes_add(lanes_shape_t *shape, const ffn_cuda_signature_t *signatur
         shape->shared.bulk_rows = piece_rows;
 }
 
-static xp_status_t start_library(ffn_cuda_runtime_t *runtime, uint64_t *bytes_out)
+static void most_bytes(uint64_t bytes, uint64_t *most)
 {
-    *bytes_out = 0;
+    *most = *most < bytes ? bytes : *most;
+}
+
+static xp_status_t start_library(ffn_cuda_runtime_t *runtime, lanes_shape_t *shape)
+{
     for (uint32_t t = 0; runtime->library && t < runtime->templates; t++) {
         cuda_template_t *template = &runtime->template[t];
         if (template->signature.experts || template->piece_rows <= FFN_CUDA_DENSE_ROWS)
             continue;
         XP_TRY(ffn_library_plan_make(runtime->library, &template->signature, template->piece_rows,
                                      0, &template->plan));
-        const uint64_t bytes = ffn_library_scratch_bytes(template->plan);
-        *bytes_out = *bytes_out < bytes ? bytes : *bytes_out;
+        most_bytes(ffn_library_scratch_bytes(template->plan), &shape->library_bytes);
+        for (uint32_t i = 0; i < CUDA_FEW_PLANS; i++) {
+            const uint32_t rows = FFN_CUDA_DENSE_ROWS + 1 + i;
+            if (rows > runtime->config.max_rows || rows >= template->piece_rows)
+                break;
+            XP_TRY(ffn_library_plan_make(runtime->library, &template->signature, rows, 0,
+                                         &template->few_plan[i]));
+            most_bytes(ffn_library_scratch_bytes(template->few_plan[i]), &shape->library_few_bytes);
+        }
     }
     return XP_OK;
 }
@@ -604,14 +617,17 @@ static xp_status_t start_lanes(ffn_cuda_runtime_t *runtime)
         lanes_add(&shape, &runtime->template[t].signature, runtime->template[t].piece_rows);
     runtime->limits = shape.own;
     runtime->shared_limits = shape.shared;
-    XP_TRY(start_library(runtime, &shape.library_bytes));
+    cuda_address_t library_at[2];
+    XP_TRY(start_library(runtime, &shape));
     const uint64_t bytes = lanes_carve(&shape, config->lanes, config->buffer_rows, 0, runtime->lane,
-                                       &runtime->shared_at, &runtime->library_at);
+                                       &runtime->shared_at, library_at);
     XP_TRY(runtime_admit(runtime, cuda_vmm_round_up(runtime->device, bytes), "the Executor Lanes"));
     XP_TRY(cuda_block_create(runtime->device, bytes, &runtime->lanes));
     XP_TRY(runtime_zero(runtime, &runtime->lanes));
     lanes_carve(&shape, config->lanes, config->buffer_rows, runtime->lanes.address, runtime->lane,
-                &runtime->shared_at, &runtime->library_at);
+                &runtime->shared_at, library_at);
+    runtime->library_at = library_at[0];
+    runtime->library_few_at = library_at[1];
     for (uint32_t i = 0; i < config->lanes; i++)
         XP_TRY(start_lane(runtime, i));
     return XP_OK;
@@ -639,6 +655,12 @@ static xp_status_t start_warm(ffn_cuda_runtime_t *runtime)
                                runtime->control));
         XP_TRY(ffn_library_run(template->plan, part, input, 0, at, runtime->library_at,
                                runtime->control));
+        for (uint32_t i = 0; i < CUDA_FEW_PLANS && template->few_plan[i]; i++) {
+            XP_TRY(ffn_library_run(template->few_plan[i], part, input, at, 0,
+                                   runtime->library_few_at, runtime->control));
+            XP_TRY(ffn_library_run(template->few_plan[i], part, input, 0, at,
+                                   runtime->library_few_at, runtime->control));
+        }
         template->warm = true;
     }
     return runtime_wait(runtime);
@@ -843,7 +865,7 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
     const ffn_cuda_config_t config = {.lanes = lanes, .max_rows = max_rows};
     cuda_lane_t *lane = calloc(lanes ? lanes : 1, sizeof(*lane));
     ffn_cuda_runtime_t *shape = calloc(1, sizeof(*shape));
-    cuda_address_t unused[2];
+    cuda_address_t shared, library_at[2];
     xp_status_t status = XP_OK;
     if (!lane || !shape) {
         status = xp_fail(XP_NO_MEMORY, "no memory for a ledger of %u Lanes", lanes);
@@ -867,14 +889,15 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
                 ledger.graph_bytes += cuda_template_bytes(&config, &signature);
             }
             if (library && !signature.experts) {
-                const uint64_t bytes = ffn_library_scratch_bound(&signature, piece);
-                memory.library_bytes = memory.library_bytes < bytes ? bytes : memory.library_bytes;
+                const uint32_t few = CUDA_LIBRARY_ROWS < piece ? CUDA_LIBRARY_ROWS : piece;
+                most_bytes(ffn_library_scratch_bound(&signature, piece), &memory.library_bytes);
+                most_bytes(ffn_library_scratch_bound(&signature, few), &memory.library_few_bytes);
             }
         }
     }
     ledger.table_bytes = runtime_granules(runtime_carve_words(shape, 0)) +
                          runtime_granules(tables_bytes(layers, parts, usage_bytes));
-    const uint64_t all = lanes_carve(&memory, lanes, buffer_rows, 0, lane, &unused[0], &unused[1]);
+    const uint64_t all = lanes_carve(&memory, lanes, buffer_rows, 0, lane, &shared, library_at);
     ledger.lane_bytes = (uint64_t)lanes * 2 * buffer_rows * memory.own.hidden * 2;
     ledger.workspace_bytes = runtime_granules(all) - ledger.lane_bytes;
     *ledger_out = ledger;

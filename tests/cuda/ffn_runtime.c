@@ -690,7 +690,9 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
             real_check(&scene, pool, m, layer, 1, BY_HOST);
             if (ffn_cuda_runtime_tables(scene.runtime)->models[m].few_rows)
                 real_check(&scene, pool, m, layer, 40, BY_FEW);
+            real_check(&scene, pool, m, layer, 17, BY_HOST);
             real_check(&scene, pool, m, layer, 64, BY_HOST);
+            real_check(&scene, pool, m, layer, 128, BY_HOST);
             real_check(&scene, pool, m, layer, MOST_ROWS, BY_HOST);
         }
     if (mixed) {
@@ -786,7 +788,8 @@ static void bulk_run(scene_t *scene, uint32_t model, uint32_t rows, bool residen
             usleep(1000);
     }
     const double median = execution[BULK_COUNT / 2];
-    const char *name = rows <= FEW_ROWS_MOST ? "few" : "bulk", *way = resident ? ".resident" : "";
+    const char *name = model == 0 ? "dense" : rows <= FEW_ROWS_MOST ? "few" : "bulk";
+    const char *way = resident ? ".resident" : "";
     snprintf(note, sizeof(note), "%u rows of %s, layers in turn, P50 of %u%s", rows,
              real_models[model].name, BULK_COUNT, resident ? ", no host" : "");
     snprintf(metric, sizeof(metric), "ffn.runtime.%s%u%s.post_to_done_us", name, rows, way);
@@ -816,6 +819,14 @@ static void test_bulk(ffn_kit_t *kit)
         if (counts[i] <= FEW_ROWS_MOST)
             bulk_run(&scene, MODEL, counts[i], true);
     }
+    scene_close(&scene);
+    /* A dense model, with cuBLASLt as FfnAgents have it. */
+    scene_open(kit, MOST_ROWS, 5120, true, true, &scene);
+    real_install(&scene, 0, NULL);
+    ffn_kit_fill(kit, scene.input[1], (uint64_t)MOST_ROWS * 5120, 31, 1, FFN_CUDA_BF16);
+    scene_start(&scene);
+    for (uint32_t i = 0; i + 1 < sizeof(counts) / sizeof(counts[0]); i++)
+        bulk_run(&scene, 0, counts[i], false);
     scene_close(&scene);
 }
 

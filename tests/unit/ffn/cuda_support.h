@@ -198,6 +198,21 @@ static void fake_run_publish(const fake_launch_t *launch)
     }
     ffn_cuda_publish_words(&p, fake_clock_ns());
 }
+/* Of the library's products of gate and up, into gate's. */
+static void fake_run_activate(const fake_launch_t *launch)
+{
+    uint16_t *gate = FAKE_ARGUMENT(uint16_t *, launch, 0);
+    const uint16_t *up = FAKE_ARGUMENT(const uint16_t *, launch, 1);
+    const uint64_t elements = FAKE_ARGUMENT(uint64_t, launch, 2);
+    const uint32_t dtype = FAKE_ARGUMENT(uint32_t, launch, 3);
+    const uint32_t activation = FAKE_ARGUMENT(uint32_t, launch, 4);
+    for (uint64_t i = 0; i < elements; i++) {
+        const float value =
+            (float)reference_activation((model_activation_t)activation, fake_load(gate, i, dtype)) *
+            fake_load(up, i, dtype);
+        kernels_convert(XP_DTYPE_F32, &value, cuda_dtype_plain(dtype), gate + i, 1);
+    }
+}
 static void fake_run_fill(const fake_launch_t *launch)
 {
     uint8_t *to = FAKE_ARGUMENT(uint8_t *, launch, 0);
@@ -355,7 +370,7 @@ static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_bulk_plan", fake_run_nothing, {8, sizeof(ffn_cuda_map_t)}},
     {"ffn_bulk_reduce", fake_run_bulk_reduce, {8}},
     {"ffn_reduce", fake_run_nothing, {8}},
-    {"ffn_activate", fake_run_nothing, {8, 8, 8, 4, 4}},
+    {"ffn_activate", fake_run_activate, {8, 8, 8, 4, 4}},
     {"ffn_grouped_gate_bf16", fake_run_nothing, {8}},
     {"ffn_grouped_down_bf16", fake_run_nothing, {8}},
     {"ffn_grouped_gate_f16", fake_run_nothing, {8}},
