@@ -4,9 +4,9 @@
  * (scheduler), command_turn, cut_or_leave and the places where a layer stops of ffn/cuda/decode.cu
  * (each block).
  *
- * The scheduler posts commands and, into the latest one, cuts. Blocks meet within a command, after its
- * first part, and within a cut; they look for a cut in a command's first part, where they wait for each other
- * in it, and between commands. The host says stop when the scheduler has seen the lease's end, or at any
+ * The scheduler posts commands and, into the latest one, cuts. Blocks meet twice within a command and within a
+ * cut: when experts are chosen, deaf to cuts, and after the first part. They look for a cut in a command's
+ * first part, where they wait for each other after it, and between commands. The host says stop when the scheduler has seen the lease's end, or at any
  * time when it fails. Claims: each command and each cut that was posted is executed once and by all
  * blocks, or is refused; the kernel always leaves; nobody waits for ever.
  */
@@ -20,6 +20,7 @@ byte sequence[ENTRIES], count[ENTRIES]; /* commands: entry and the cuts posted b
 byte cut[ENTRIES], inside[ENTRIES];     /* cuts: entry and the command it is posted into */
 bool stop, over;
 byte running;
+byte routed[COMMANDS + 1], cut_routed[CUTS + 1];
 byte met[COMMANDS + 1], cut_met[CUTS + 1]; /* blocks */
 byte times[COMMANDS + 1], cut_times[CUTS + 1];
 byte posted, cuts_posted;
@@ -34,6 +35,8 @@ byte posted, cuts_posted;
 inline execute_cut()
 {
     k++;
+    cut_routed[k]++;
+    (cut_routed[k] >= BLOCKS);
     cut_met[k]++;
     (cut_met[k] >= BLOCKS);
     atomic {
@@ -57,6 +60,14 @@ proctype Block()
         :: else ->
 #endif
             n++;
+#ifdef BUG_EARLY
+            if
+            :: CUT_IS_THERE -> execute_cut()
+            :: true
+            fi;
+#endif
+            routed[n]++;
+            (routed[n] >= BLOCKS);
             /* The first part, with a look or without. */
             if
             :: CUT_IS_THERE -> execute_cut()

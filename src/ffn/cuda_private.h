@@ -148,9 +148,9 @@ uint64_t cuda_template_bytes(const ffn_cuda_config_t *config,
 uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows);
 /* Most rows for which the resident kernel of few rows computes its layers: as few as its Lanes'
  * workspaces hold at once; 0: none. */
+uint32_t cuda_template_few_rows(const cuda_template_t *template);
 /* Of the library, for that many rows; or NULL. */
 const ffn_library_plan_t *cuda_template_few_plan(const cuda_template_t *template, uint32_t rows);
-uint32_t cuda_template_few_rows(const cuda_template_t *template);
 /* Whether such a Capacity's products are pieces in the workspace that all Lanes share. */
 bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
                           uint32_t capacity_rows);

@@ -55,7 +55,7 @@ static uint64_t runtime_carve_words(ffn_cuda_runtime_t *runtime, cuda_address_t 
     runtime->lease_at = runtime_take(&carve, sizeof(uint32_t));
     runtime->failure_at = runtime_take(&carve, sizeof(uint32_t));
     runtime->word_at = runtime_take(&carve, sizeof(uint64_t));
-    if (runtime->config.cuts)
+    if (runtime->config.cuts && runtime->config.resident)
         runtime->aside_at =
             runtime_take(&carve, (uint64_t)runtime->kernels.blocks * FFN_CUDA_ASIDE_BYTES);
     return carve.used;
@@ -581,8 +581,11 @@ static xp_status_t start_library(ffn_cuda_runtime_t *runtime, lanes_shape_t *sha
             const uint32_t rows = FFN_CUDA_DENSE_ROWS + 1 + i;
             if (rows > runtime->config.max_rows || rows >= template->piece_rows)
                 break;
-            XP_TRY(ffn_library_plan_make(runtime->library, &template->signature, rows, 0,
-                                         &template->few_plan[i]));
+            const xp_status_t status = ffn_library_plan_make(runtime->library, &template->signature,
+                                                             rows, 0, &template->few_plan[i]);
+            if (status == XP_UNSUPPORTED)
+                continue; /* the grouped products do it */
+            XP_TRY(status);
             most_bytes(ffn_library_scratch_bytes(template->few_plan[i]), &shape->library_few_bytes);
         }
     }
@@ -655,7 +658,9 @@ static xp_status_t start_warm(ffn_cuda_runtime_t *runtime)
                                runtime->control));
         XP_TRY(ffn_library_run(template->plan, part, input, 0, at, runtime->library_at,
                                runtime->control));
-        for (uint32_t i = 0; i < CUDA_FEW_PLANS && template->few_plan[i]; i++) {
+        for (uint32_t i = 0; i < CUDA_FEW_PLANS; i++) {
+            if (!template->few_plan[i])
+                continue;
             XP_TRY(ffn_library_run(template->few_plan[i], part, input, at, 0,
                                    runtime->library_few_at, runtime->control));
             XP_TRY(ffn_library_run(template->few_plan[i], part, input, 0, at,
@@ -871,6 +876,8 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
         status = xp_fail(XP_NO_MEMORY, "no memory for a ledger of %u Lanes", lanes);
         goto done;
     }
+    shape->config.cuts = shape->config.resident = true;
+    shape->kernels.blocks = FFN_CUDA_MAX_BLOCKS;
     for (uint32_t m = 0; m < models; m++) {
         cuda_layout_t none = {0};
         layers += specs[m]->layers;

@@ -172,19 +172,20 @@ static xp_status_t serve_library(ffn_cuda_runtime_t *runtime, uint32_t index,
     return cuda_template_publish(runtime, index, lane, request->rows, runtime->bulk);
 }
 
-/* A dense layer of few rows through the library, whole. On the urgent stream whatever it is for: it
- * is short, and the scratch has one order. */
+/* A dense layer of few rows through the library, whole. Each of the two streams has its scratch. */
 static xp_status_t serve_library_few(ffn_cuda_runtime_t *runtime, uint32_t index,
                                      const ffn_cuda_request_t *request,
                                      const ffn_library_plan_t *plan)
 {
     const cuda_template_t *template = &runtime->template[index];
     const ffn_cuda_part_t *part = &runtime->part[runtime->layer_part[request->layer]];
-    XP_TRY(cuda_template_gather(runtime, template, request->lane, request->rows, runtime->decode));
+    cuda_stream_t stream = request->urgent ? runtime->decode : runtime->bulk;
+    XP_TRY(cuda_template_gather(runtime, template, request->lane, request->rows, stream));
     XP_TRY(ffn_library_run(plan, part, request->input, request->output, request->partial,
-                           runtime->library_few_at, runtime->decode));
+                           request->urgent ? runtime->library_few_at : runtime->library_at,
+                           stream));
     serve_count(runtime, 6);
-    return cuda_template_publish(runtime, index, request->lane, request->rows, runtime->decode);
+    return cuda_template_publish(runtime, index, request->lane, request->rows, stream);
 }
 
 static xp_status_t serve_fire(ffn_cuda_runtime_t *runtime, const ffn_cuda_request_t *request)

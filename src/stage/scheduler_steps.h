@@ -453,6 +453,7 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
     s->lane[work->lane].ticket = ticket;
     s->lane[work->lane].instance = instance;
     work->job = STAGE_JOB_NONE;
+    const uint32_t cuts = s->poster.cuts;
     if (ffn_cuda_lease_takes(&s->poster, work->rows, work->decode_rows, work->few_rows) &&
         ffn_cuda_command_post(s->dispatch, &s->poster, work->lane,
                               ffn_cuda_invocation_kib(&s->dispatch->models[about->weights],
@@ -462,6 +463,7 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
         if (plan.spread)
             work->job = STAGE_JOB_COPY;
         s->counts.resident++;
+        s->counts.cuts += s->poster.cuts != cuts;
     } else {
         ffn_cuda_request_post(s->dispatch, &s->poster, work->lane, work->urgent);
         s->counts.host++;
@@ -786,10 +788,12 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         own.answer->kind = line.kind;
         own.answer->layer_of_model = line.layer;
         s->tickets = ticket;
+        const uint32_t cuts = s->poster.cuts;
         if (ffn_cuda_lease_takes(&s->poster, line.rows, work->decode_rows, work->few_rows) &&
             ffn_cuda_invocation_post(s->dispatch, &s->poster, number, &given, ticket, word,
                                      line.sequence)) {
             s->counts.resident++;
+            s->counts.cuts += s->poster.cuts != cuts;
         } else {
             ffn_cuda_request_post(s->dispatch, &s->poster, number, work->urgent);
             s->counts.host++;

@@ -22,6 +22,7 @@
 #include "ffn/route.h"
 #include "ffn_kit.h"
 #include "ffn_load.h"
+#include "ffn_real.h"
 #include "ffn_scheduler.h"
 #include "kernels/kernels.h"
 #include "model/synth.h"
@@ -179,47 +180,6 @@ static void scene_lease(scene_t *scene, uint32_t slot, const ffn_order_t *order)
         }
     }
 }
-
-/* ---- checkpoints of real size, as dimensions -------------------------------------------------
- */
-typedef struct real_model {
-    const char *name, *config;
-} real_model_t;
-
-#define REAL_COMMON                                                                                \
-    "\"vocab_size\":1024,\"max_position_embeddings\":1024,\"rms_norm_eps\":1e-6,"                  \
-    "\"rope_theta\":10000.0,\"hidden_act\":\"silu\",\"torch_dtype\":\"bfloat16\","
-#define REAL_LATENT                                                                                \
-    "\"kv_lora_rank\":512,\"qk_nope_head_dim\":128,\"qk_rope_head_dim\":64,\"v_head_dim\":128,"
-
-/* Layers are fewer than the models have: enough that their weights are many times the L2. */
-static const real_model_t real_models[] = {
-    {"qwen3-14b", "{\"architectures\":[\"Qwen3ForCausalLM\"]," REAL_COMMON
-                  "\"hidden_size\":5120,\"intermediate_size\":17408,\"num_hidden_layers\":6,"
-                  "\"num_attention_heads\":40,\"num_key_value_heads\":8,\"head_dim\":128}"},
-    {"qwen3-30b-a3b",
-     "{\"architectures\":[\"Qwen3MoeForCausalLM\"]," REAL_COMMON
-     "\"hidden_size\":2048,\"intermediate_size\":6144,\"moe_intermediate_size\":768,"
-     "\"num_experts\":128,\"num_experts_per_tok\":8,\"norm_topk_prob\":true,"
-     "\"decoder_sparse_step\":1,\"mlp_only_layers\":[],\"num_hidden_layers\":6,"
-     "\"num_attention_heads\":32,\"num_key_value_heads\":4,\"head_dim\":128}"},
-    {"deepseek-v2-lite",
-     "{\"architectures\":[\"DeepseekV2ForCausalLM\"]," REAL_COMMON REAL_LATENT
-     "\"hidden_size\":2048,\"intermediate_size\":10944,\"moe_intermediate_size\":1408,"
-     "\"n_routed_experts\":64,\"num_experts_per_tok\":6,\"n_shared_experts\":2,\"n_group\":1,"
-     "\"topk_group\":1,\"topk_method\":\"greedy\",\"scoring_func\":\"softmax\","
-     "\"norm_topk_prob\":false,\"routed_scaling_factor\":1.0,\"first_k_dense_replace\":1,"
-     "\"moe_layer_freq\":1,\"num_hidden_layers\":6,\"q_lora_rank\":null,"
-     "\"num_attention_heads\":16,\"num_key_value_heads\":16}"},
-    {"glm-4.7-flash",
-     "{\"architectures\":[\"Glm4MoeLiteForCausalLM\"]," REAL_COMMON REAL_LATENT
-     "\"hidden_size\":2048,\"intermediate_size\":10240,\"moe_intermediate_size\":1536,"
-     "\"n_routed_experts\":64,\"num_experts_per_tok\":4,\"n_shared_experts\":1,\"n_group\":1,"
-     "\"topk_group\":1,\"topk_method\":\"noaux_tc\",\"norm_topk_prob\":true,"
-     "\"routed_scaling_factor\":1.8,\"first_k_dense_replace\":1,\"num_hidden_layers\":6,"
-     "\"q_lora_rank\":768,\"num_attention_heads\":20,\"num_key_value_heads\":20}"},
-};
-#define REAL_MODELS (sizeof(real_models) / sizeof(real_models[0]))
 
 static char folder[256];
 
@@ -832,51 +792,84 @@ static void test_bulk(ffn_kit_t *kit)
 
 /* ---- two models that decode ------------------------------------------------------------------
  */
-/* A short Invocation beside another model's long ones, as attention leaves them: with pauses. The
- * bits are those of the same Invocations alone. */
-static void cuts_run(scene_t *scene, bool cuts, uint32_t other, uint32_t other_rows)
+/* Short Invocations beside another model's long ones, as attention leaves them: with pauses. The
+ * latest outputs of each have the bits of the same Invocations alone. */
+enum { CUTS_KEPT = 48, CUTS_HIDDEN = 5120, CUTS_ROWS = 16 };
+
+typedef struct cuts_side {
+    ffn_order_t order;
+    const char *name;
+    uint64_t bytes; /* of an output */
+    uint8_t *want, *got;
+} cuts_side_t;
+
+static void cuts_side_run(scene_t *scene, cuts_side_t *side, uint32_t slot)
 {
-    enum { MODEL = 1, PAUSE_NS = 45000, COUNT = 2000, HIDDEN = 2048 };
-    static uint16_t want[2][16 * 5120], got[2][16 * 5120];
-    const uint32_t hidden[2] = {HIDDEN, other ? HIDDEN : 5120};
+    scene_lease(scene, slot, &side->order);
+    scene_post(scene, slot, &side->order);
+    scene_wait(scene, slot);
+    ffn_kit_read(scene->kit, scene->output[slot], side->want, CUTS_KEPT * side->bytes);
+}
+
+/* cuts: how many of the short ones are to cut, at least. */
+static void cuts_run(scene_t *scene, bool on, uint32_t other, uint32_t other_rows, uint32_t cuts)
+{
+    enum { MODEL = 1, PAUSE_NS = 45000, SHORT = 2400, LONG = 480 };
     char metric[128], note[256];
-    ffn_order_t order[2] = {decode_order(scene, MODEL, true), decode_order(scene, other, true)};
-    order[1].rows = other_rows;
-    order[1].input = (void *)(uintptr_t)scene->input[1];
-    order[1].output = (void *)(uintptr_t)scene->output[1];
+    cuts_side_t side[2] = {{.order = decode_order(scene, MODEL, true), .name = "short"},
+                           {.order = decode_order(scene, other, true), .name = "long"}};
+    side[1].order.rows = other_rows;
     for (uint32_t slot = 0; slot < 2; slot++) {
-        order[slot].pause_ns = PAUSE_NS;
-        order[slot].count = COUNT + slot * 3;
-        scene_lease(scene, slot, &order[slot]);
-        scene_post(scene, slot, &order[slot]);
-        scene_wait(scene, slot);
-        ffn_kit_read(scene->kit, scene->output[slot], want[slot],
-                     (uint64_t)order[slot].rows * hidden[slot] * 2);
-        snprintf(metric, sizeof(metric), "ffn.cuts.%s.%s%u.alone", real_models[other].name,
-                 slot ? "long" : "short", order[slot].rows);
-        if (!cuts)
-            print_samples(scene, slot, COUNT, metric,
+        cuts_side_t *s = &side[slot];
+        const ffn_cuda_dispatch_t *tables = ffn_cuda_runtime_tables(scene->runtime);
+        s->bytes = (uint64_t)s->order.rows * tables->models[s->order.model].hidden * 2;
+        s->want = malloc(CUTS_KEPT * s->bytes);
+        s->got = malloc(CUTS_KEPT * s->bytes);
+        CHECK(s->want && s->got);
+        s->order.input = (void *)(uintptr_t)scene->input[slot];
+        s->order.output = (void *)(uintptr_t)scene->output[slot];
+        s->order.output_step = s->bytes;
+        s->order.outputs = CUTS_KEPT;
+        s->order.pause_ns = PAUSE_NS;
+        s->order.count = slot ? LONG : SHORT; /* the short ones are the last to end */
+        cuts_side_run(scene, s, slot);
+        snprintf(metric, sizeof(metric), "ffn.cuts.%s%u.%s.alone", real_models[other].name,
+                 other_rows, s->name);
+        if (!on)
+            print_samples(scene, slot, s->order.count, metric,
                           "6 layers in turn, 45 us apart, post to done");
     }
-    for (uint32_t slot = 0; slot < 2; slot++)
-        scene_post(scene, 1 - slot, &order[1 - slot]);
+    for (uint32_t slot = 2; slot-- > 0;)
+        scene_post(scene, slot, &side[slot].order);
     for (uint32_t slot = 0; slot < 2; slot++)
         scene_wait(scene, slot);
     for (uint32_t slot = 0; slot < 2; slot++) {
-        const uint64_t bytes = (uint64_t)order[slot].rows * hidden[slot] * 2;
-        ffn_kit_read(scene->kit, scene->output[slot], got[slot], bytes);
+        cuts_side_t *s = &side[slot];
+        const ffn_order_line_t *line = &scene->page->line[slot];
+        uint32_t wrong = 0;
+        ffn_kit_read(scene->kit, scene->output[slot], s->got, CUTS_KEPT * s->bytes);
+        for (uint32_t i = 0; i < CUTS_KEPT; i++)
+            wrong += memcmp(s->want + i * s->bytes, s->got + i * s->bytes, s->bytes) != 0;
         cases++;
-        if (memcmp(want[slot], got[slot], bytes) || scene->page->line[slot].by_host) {
-            printf("failed: cuts %u, %s %u rows, slot %u: other bits than alone, %u by the host\n",
-                   cuts, real_models[other].name, other_rows, slot,
-                   scene->page->line[slot].by_host);
+        const bool as_wanted = slot || !on ? line->cuts == 0
+                               : cuts      ? line->cuts >= cuts
+                                           : line->cuts == 0;
+        if (wrong || line->by_host || !as_wanted) {
+            printf("failed: cuts %s, %u rows of %s, the %s ones: %u of %u outputs have other bits "
+                   "than "
+                   "alone, %u by the host, %u cuts\n",
+                   on ? "on" : "off", other_rows, real_models[other].name, s->name, wrong,
+                   CUTS_KEPT, line->by_host, line->cuts);
             failed++;
         }
-        snprintf(metric, sizeof(metric), "ffn.cuts.%s.%s%u.%s", real_models[other].name,
-                 slot ? "long" : "short", order[slot].rows, cuts ? "cut" : "queued");
-        snprintf(note, sizeof(note), "1 row of %s beside %u rows of %s", real_models[MODEL].name,
-                 other_rows, real_models[other].name);
-        print_samples(scene, slot, COUNT, metric, note);
+        snprintf(metric, sizeof(metric), "ffn.cuts.%s%u.%s.%s", real_models[other].name, other_rows,
+                 s->name, on ? "cut" : "queued");
+        snprintf(note, sizeof(note), "1 row of %s beside %u rows of %s; %u of %u cut",
+                 real_models[MODEL].name, other_rows, real_models[other].name, line->cuts,
+                 s->order.count);
+        print_samples(scene, slot, LONG, metric, note); /* while both run */
+        free(s->want);
+        free(s->got);
     }
 }
 
@@ -884,16 +877,16 @@ static void test_cuts(ffn_kit_t *kit)
 {
     for (uint32_t cuts = 0; cuts < 2; cuts++) {
         scene_t scene;
-        scene_open_with(kit, 64, 5120, true, cuts, false, &scene);
+        scene_open_with(kit, CUTS_KEPT * CUTS_ROWS, CUTS_HIDDEN, true, cuts, false, &scene);
         for (uint32_t m = 0; m < REAL_MODELS; m++)
             real_install(&scene, m, NULL);
         ffn_kit_fill(kit, scene.input[0], 5120, 31, 1, FFN_CUDA_BF16);
-        ffn_kit_fill(kit, scene.input[1], 64ull * 5120, 32, 1, FFN_CUDA_BF16);
+        ffn_kit_fill(kit, scene.input[1], (uint64_t)CUTS_ROWS * CUTS_HIDDEN, 32, 1, FFN_CUDA_BF16);
         scene_start(&scene);
-        cuts_run(&scene, cuts, 2, 8);
-        cuts_run(&scene, cuts, 2, 1);
-        cuts_run(&scene, cuts, 3, 16);
-        cuts_run(&scene, cuts, 0, 4);
+        cuts_run(&scene, cuts, 2, 8, 50);
+        cuts_run(&scene, cuts, 2, 1, 0); /* too short to be cut */
+        cuts_run(&scene, cuts, 3, 16, 50);
+        cuts_run(&scene, cuts, 0, 4, 50);
         scene_close(&scene);
     }
 }

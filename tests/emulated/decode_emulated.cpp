@@ -24,7 +24,7 @@ struct lane_t {
 // Not moved afterwards.
 static void lane_make(lane_t *l, uint32_t layer, uint32_t rows, bool partial, uint64_t seed)
 {
-    const ffn_cuda_signature_t &s = signature;
+    const ffn_cuda_signature_t &s = signature = signatures[layer];
     const uint32_t chosen = s.experts ? std::min(32 * s.top_k, s.experts) : 1;
     const uint64_t pitch =
         (uint64_t)chosen * s.intermediate + (s.experts ? s.shared_intermediate : 0);
@@ -143,7 +143,7 @@ static void test_resident(uint32_t blocks, bool look_ahead, uint64_t seed)
 // ----------------------------------------------------------------------------------------
 // Commands and cuts posted at any moment, as the scheduler posts them; each has the bits that its
 // Lane has alone. At the end the kernel is told to leave, by a command or by the word.
-static uint32_t all_cuts;
+static uint32_t all_cuts, all_stops; // posted; blocks that were cut in the middle of a command
 
 struct cuts_scene_t {
     static constexpr uint32_t LANES = 7, LONG = 3, POSTS = 16; // the first LONG Lanes are long ones
@@ -250,6 +250,9 @@ static void test_cuts(uint32_t blocks, bool look_ahead, uint64_t seed)
     for (uint32_t i = 0; i < cuts_scene_t::LANES; i++)
         scene_check(&scene, i);
     all_cuts += scene.cuts;
+    // Put aside at least once a stop, whole.
+    for (uint64_t i = 0; i + 8 <= aside.size(); i += FFN_CUDA_ASIDE_BYTES)
+        all_stops += memcmp(&aside[i], "\xff\xff\xff\xff\xff\xff\xff\xff", 8) != 0;
 }
 
 int main(int count, char **arguments)
@@ -278,17 +281,20 @@ int main(int count, char **arguments)
     shapes[10].first.signature.router_dtype = FFN_CUDA_F16;
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (size_t i = 0; i < shapes.size(); i++) {
-        const ffn_cuda_signature_t &s = shapes[i].first.signature;
+        const ffn_cuda_signature_t s = shapes[i].first.signature;
         model_make(shapes[i].first, 2, seed * 1000000 + i * 10000);
         test_launches(shapes[i].second, seed * 77 + i);
         for (uint32_t ahead = 0; ahead < 2; ahead++)
             test_resident(shapes[i].second, ahead != 0, seed * 99 + i * 2 + ahead);
+        // Of another model, and of the same one.
         test_cuts(shapes[i].second, (i + seed) % 2, seed * 55 + i);
+        model_make(shapes[i].first, shapes[(i * 5 + seed) % shapes.size()].first, 4, seed * 77 + i);
+        test_cuts(2 + i % 4, (i + seed) % 2, seed * 55 + i + 1);
         printf("hidden %u width %u experts %u top %u shared %u: right\n", s.hidden, s.intermediate,
                s.experts, s.top_k, s.shared_intermediate);
     }
     printf("%u rows compared, %u not comparable, largest error %.2f of the tolerance\n", compared,
            unfair, worst);
-    printf("%u cuts\n", all_cuts);
-    return compared == 0 || unfair * 10 > compared || all_cuts == 0;
+    printf("%u cuts, %u blocks were in the middle of a command\n", all_cuts, all_stops);
+    return compared == 0 || unfair * 10 > compared || all_cuts == 0 || all_stops == 0;
 }

@@ -374,14 +374,12 @@ static __device__ __forceinline__ void layer_ahead(decode_shared_t &shared, deco
 // ---- cuts ----------------------------------------------------------------------------------------
 // What the block knows of its command but for the Lanes' descriptions, which are the same for all. The
 // ring is not kept.
-static __device__ __forceinline__ void aside_move(decode_shared_t &shared, ffn_cuda_queue_t *queue,
-                                                  bool back)
+static __device__ __forceinline__ void aside_move(decode_shared_t &shared, bool back)
 {
     enum { LANES = offsetof(decode_state_t, lanes) / 8, LAYERS = offsetof(decode_state_t, layers) / 8 };
     static_assert(sizeof(decode_state_t) % 8 == 0, "moved by words");
     unsigned long long *const near = (unsigned long long *)&shared.state;
-    unsigned long long *const far =
-        (unsigned long long *)(queue->aside + (uint64_t)blockIdx.x * FFN_CUDA_ASIDE_BYTES);
+    unsigned long long *const far = (unsigned long long *)shared.cuts.aside;
     for (uint32_t i = threadIdx.x; i < sizeof(decode_state_t) / 8; i += DECODE_THREADS) {
         if (i >= LANES && i < LAYERS)
             continue;
@@ -392,13 +390,28 @@ static __device__ __forceinline__ void aside_move(decode_shared_t &shared, ffn_c
     }
 }
 
-// Who may cut in on what comes now: nobody on a cut. One thread.
-static __device__ __forceinline__ void cuts_watch(decode_cuts_t &cuts, ffn_cuda_queue_t *queue,
-                                                  uint64_t sequence, uint32_t done)
+// All threads, a cut having come. Meanwhile the command's time stands still: `began_ns` is what has passed.
+static __device__ __forceinline__ void aside_put(decode_shared_t &shared, uint32_t place)
 {
-    const bool taken = queue && queue->aside && cuts.turn != DECODE_CUT;
-    cuts.at = taken ? (const uint32_t *)&queue->cuts[done % FFN_CUDA_QUEUE_ENTRIES].sequence : NULL;
-    cuts.word = (uint32_t)FFN_CUDA_CUT_WORD(done + 1, sequence);
+    decode_call_t &call = shared.state.call;
+    ptx_copies_wait<0>();
+    if (threadIdx.x == 0) {
+        call.began_ns = clock_ns() - call.began_ns;
+        shared.cuts.place = place;
+        shared.cuts.cut = 1;
+    }
+    __syncthreads();
+    aside_move(shared, false);
+    __syncthreads(); // the command may be written over
+}
+
+// Who may cut in on what comes now: nobody on a cut. One thread.
+static __device__ __forceinline__ void cuts_watch(decode_cuts_t &cuts, ffn_cuda_queue_t *queue)
+{
+    const bool taken = cuts.aside && cuts.turn != DECODE_CUT;
+    cuts.at = taken ? (const uint32_t *)&queue->cuts[cuts.done % FFN_CUDA_QUEUE_ENTRIES].sequence
+                    : NULL;
+    cuts.word = (uint32_t)FFN_CUDA_CUT_WORD(cuts.done + 1, cuts.sequence);
     cuts.seen[0] = cuts.seen[1] = 0;
 }
 
@@ -485,20 +498,62 @@ static __device__ __forceinline__ decode_turn_t command_turn(decode_call_t &call
 
 // The cut after `cuts`, which is there; warp 0.
 static __device__ __forceinline__ void cut_read(decode_call_t &call, ffn_cuda_queue_t *queue,
-                                                uint32_t cuts)
+                                                uint64_t sequence, uint32_t cuts)
 {
     const ffn_cuda_command_t *cut = &queue->cuts[cuts % FFN_CUDA_QUEUE_ENTRIES];
     if (threadIdx.x == 0) {
-        (void)ptx_load_acquire_system(&cut->sequence);
+        const uint32_t word = (uint32_t)FFN_CUDA_CUT_WORD(cuts + 1, sequence);
+        while ((uint32_t)ptx_load_acquire_system(&cut->sequence) != word)
+            ;
         call.began_ns = ptx_clock_ns();
     }
     __syncwarp();
     command_read(call.command, cut);
 }
 
-// What ends the command; one thread.
-static __device__ __forceinline__ command_end_t end_of(const decode_call_t &call)
+// What comes next, read into the call if it is new; warp 0.
+static __device__ __forceinline__ void turn_take(decode_shared_t &shared,
+                                                 const ffn_cuda_lane_t *given,
+                                                 ffn_cuda_queue_t *queue)
 {
+    decode_state_t &sh = shared.state;
+    decode_cuts_t &cuts = shared.cuts;
+    const uint64_t sequence = cuts.sequence;
+    const uint32_t done = cuts.done;
+    decode_turn_t turn = DECODE_COMMAND;
+    if (!queue)
+        command_of_lane(sh, given);
+    else if (cuts.resume)
+        turn = DECODE_RESUME;
+    else if (cuts.cut)
+        turn = DECODE_CUT;
+    else
+        turn = command_turn(sh.call, queue, sequence, done);
+    if (turn == DECODE_CUT)
+        cut_read(sh.call, queue, sequence, done);
+    if (threadIdx.x == 0) {
+        if (cuts.cut)
+            sh.ahead = 0; // what the command began with is used up
+        cuts.sequence = sequence + (turn == DECODE_COMMAND);
+        cuts.turn = turn;
+    }
+}
+
+// What ends it, one thread; what comes after it is known from here on.
+static __device__ __forceinline__ command_end_t turn_end(decode_shared_t &shared,
+                                                         ffn_cuda_queue_t *queue,
+                                                         uint64_t **answered_out,
+                                                         uint64_t *number_out)
+{
+    const decode_call_t &call = shared.state.call;
+    decode_cuts_t &cuts = shared.cuts;
+    const bool was_cut = cuts.turn == DECODE_CUT;
+    cuts.done += was_cut;
+    cuts.place = was_cut ? cuts.place : 0;
+    cuts.cut = 0;
+    cuts.resume = cuts.place != 0;
+    *answered_out = was_cut ? &queue->cuts_answered : &queue->answered;
+    *number_out = was_cut ? cuts.done : cuts.sequence;
     command_end_t end;
     end.answer = call.command.answer;
     end.answer_value = call.command.answer_value;
@@ -529,77 +584,52 @@ static __device__ __forceinline__ void decode_main(const ffn_cuda_lane_t *given,
         sh.now = sh.ahead = 0;
         sh.layers[0].at = sh.layers[1].at = NULL;
         sh.layers[0].signature.experts = 0;
+        unsigned char *const aside = queue ? queue->aside : NULL;
+        shared.cuts.aside = aside ? aside + (uint64_t)blockIdx.x * FFN_CUDA_ASIDE_BYTES : NULL;
+        shared.cuts.sequence = shared.cuts.done = 0;
+        shared.cuts.place = shared.cuts.cut = shared.cuts.resume = 0;
     }
     __syncthreads();
-    uint64_t sequence = 0; // of the latest command
-    uint32_t cuts = 0;     // done
-    uint32_t place = 0;    // where the command that lies aside goes on; 0: none does
-    bool cut = false, back = false; // next is a cut, the command that lies aside
 #pragma unroll 1
     for (;;) {
-        if (threadIdx.x < 32) {
-            decode_turn_t turn = DECODE_COMMAND;
-            if (!queue)
-                command_of_lane(sh, given);
-            else if (back)
-                turn = DECODE_RESUME;
-            else if (cut)
-                turn = DECODE_CUT;
-            else
-                turn = command_turn(sh.call, queue, sequence, cuts);
-            if (turn == DECODE_CUT)
-                cut_read(sh.call, queue, cuts);
-            if (threadIdx.x == 0) {
-                shared.cuts.turn = turn;
-                if (cut)
-                    sh.ahead = 0; // what the command began with is used up
-            }
-        }
+        if (threadIdx.x < 32)
+            turn_take(shared, given, queue);
         __syncthreads(); // all are done with the Invocation before
         const uint32_t turn = shared.cuts.turn;
         if (turn == DECODE_LEAVE)
             break;
-        sequence += turn == DECODE_COMMAND;
         if (turn == DECODE_RESUME)
-            aside_move(shared, queue, true);
+            aside_move(shared, true);
         else
             call_read(sh, queue != NULL);
         if (threadIdx.x == 0) {
-            cuts_watch(shared.cuts, queue, sequence, cuts);
+            cuts_watch(shared.cuts, queue);
             if (turn != DECODE_RESUME)
                 sh.look_ahead = turn == DECODE_COMMAND && look_ahead;
         }
         __syncthreads();
+        if (turn == DECODE_RESUME && threadIdx.x == 0)
+            sh.call.began_ns = clock_ns() - sh.call.began_ns;
         const uint32_t rows = sh.call.command.rows;
         const uint32_t stopped =
-            rows ? layer_run(shared, &role, turn == DECODE_RESUME ? place : 0) : 0;
+            rows ? layer_run(shared, &role, turn == DECODE_RESUME ? shared.cuts.place : 0) : 0;
         if (!queue)
             break;
         if (stopped) {
-            ptx_copies_wait<0>();
-            __syncthreads();
-            aside_move(shared, queue, false);
-            __syncthreads(); // the command may be written over
-            place = stopped;
-            cut = true;
-            back = false;
+            aside_put(shared, stopped);
             continue;
         }
-        const bool was_cut = turn == DECODE_CUT;
-        place = was_cut ? place : 0;
-        cut = false;
-        back = place != 0;
-        cuts += was_cut;
         // Warp 0 waits for the next command while warp 1 ends this one.
         command_end_t end = {};
-        if (threadIdx.x == 32)
-            end = end_of(sh.call);
+        uint64_t *answered = NULL, number = 0;
+        const bool was_cut = turn == DECODE_CUT;
         const bool ahead = rows && sh.ahead && !was_cut;
         const bool next = rows && sh.layers[sh.now].signature.experts && !was_cut;
+        if (threadIdx.x == 32)
+            end = turn_end(shared, queue, &answered, &number);
         __syncthreads(); // the command may be written over
         if (threadIdx.x == 32)
-            command_end(end, queue, was_cut ? &queue->cuts_answered : &queue->answered,
-                        was_cut ? cuts : sequence);
+            command_end(end, queue, answered, number);
         __syncwarp();
         if (ahead) // of sh.call it reads what call_read() writes, not the command
             layer_ahead(shared, &role);

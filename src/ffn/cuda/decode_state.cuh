@@ -99,6 +99,12 @@ struct decode_cuts_t {
     uint32_t seen[2]; // in a pass, by its number's last bit: who is at the next pass has read it
     uint32_t seen_waiting;
     uint32_t turn; // decode_turn_t
+    // Which commands are done; one thread writes, before a barrier.
+    uint64_t sequence;    // of the latest command
+    uint32_t done;        // cuts
+    uint32_t place;       // where the command that lies aside goes on; 0: none does
+    uint32_t cut, resume; // next is a cut, the command that lies aside
+    unsigned char *aside; // this block's, of the queue's
 };
 
 struct decode_shared_t {

@@ -196,9 +196,11 @@ typedef struct ffn_cuda_command {
  * block executes it between its first product of n and its start of n + 1. So every block does it
  * in the same place of the order, and none that waits in it waits for one that waits for n. */
 #define FFN_CUDA_CUT_BITS 20
+/* 31 bits, so that its low half is never that of FFN_CUDA_QUEUE_LEFT. */
 #define FFN_CUDA_CUT_WORD(cut, command)                                                            \
-    ((uint64_t)((uint32_t)(command) << FFN_CUDA_CUT_BITS |                                         \
-                ((uint32_t)(cut) & ((1u << FFN_CUDA_CUT_BITS) - 1))))
+    ((uint64_t)(((uint32_t)(command) << FFN_CUDA_CUT_BITS |                                        \
+                 ((uint32_t)(cut) & ((1u << FFN_CUDA_CUT_BITS) - 1))) &                            \
+                0x7fffffffu))
 
 /* What one Invocation was. */
 typedef struct ffn_cuda_record {

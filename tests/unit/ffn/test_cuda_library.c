@@ -8,12 +8,12 @@
 #include "cuda_scene.h"
 
 /* The runtime finds by its name what was loaded before. */
-static uint32_t *fake_library_products(void)
+static uint32_t *fake_library(const char *counter)
 {
     void *library = dlopen(XPOOL_BINARY_DIR "/tests/fake/libcublasLt.so.13", RTLD_NOW | RTLD_LOCAL);
     if (!library)
         fail_msg("%s", dlerror());
-    return dlsym(library, "fake_cublaslt_products");
+    return dlsym(library, counter);
 }
 
 typedef struct library_case {
@@ -29,7 +29,8 @@ static void run_family(xp_dtype_t dtype, bool resident)
     };
     enum { MOST = 300, PIECE = 100 };
     fixture_t *f = family_of(MODEL_ARCH_QWEN3, dtype);
-    uint32_t *const products = fake_library_products();
+    uint32_t *const products = fake_library("fake_cublaslt_products");
+    uint32_t *const mixed = fake_library("fake_cublaslt_mixed");
     scene_t scene;
     scene_create(&scene, resident);
     scene.config.library = true;
@@ -69,6 +70,7 @@ static void run_family(xp_dtype_t dtype, bool resident)
             assert_int_equal(fake_bulks - bulks, cases[i].bulks);
             free(in);
         }
+    assert_int_equal(*mixed, 0); /* urgent work and bulk do not wait for each other */
     ffn_runtime_destroy(cpu);
     scene_close(&scene);
     free(x);

@@ -26,8 +26,31 @@ typedef struct choice {
     int reserved[4];
 } choice_t;
 
-/* Products so far. */
-uint32_t fake_cublaslt_products;
+/* Products so far, and those that used a workspace on a second stream (one use, at start, is free).
+ */
+uint32_t fake_cublaslt_products, fake_cublaslt_mixed;
+static struct {
+    void *workspace, *stream;
+    uint32_t streams;
+} used[16];
+
+static void note(void *workspace, void *stream)
+{
+    for (uint32_t i = 0; i < 16; i++) {
+        if (used[i].workspace == workspace && used[i].stream == stream)
+            return;
+        if (used[i].workspace == workspace && used[i].streams == 2) {
+            fake_cublaslt_mixed++;
+            return;
+        }
+        if (used[i].workspace == workspace || !used[i].workspace) {
+            used[i].workspace = workspace;
+            used[i].stream = stream;
+            used[i].streams++;
+            return;
+        }
+    }
+}
 
 enum { TYPE_F32 = 0, TYPE_F16 = 2, TYPE_BF16 = 14 };
 
@@ -71,6 +94,7 @@ EXPORTED int cublasLtCreate(void **handle)
 }
 EXPORTED int cublasLtDestroy(void *handle)
 {
+    memset(used, 0, sizeof(used));
     free(handle);
     return 0;
 }
@@ -145,14 +169,13 @@ EXPORTED int cublasLtMatmul(void *handle, void *product, const void *alpha, cons
     (void)product;
     (void)c;
     (void)c_as;
-    (void)workspace;
     (void)workspace_bytes;
-    (void)stream;
     if (*(const float *)alpha != 1 || *(const float *)beta != 0 || left->rows != right->rows ||
         left->columns != out->rows || right->columns != out->columns ||
         algorithm->columns != right->columns || algorithm->type != (uint64_t)out->type)
         return 7;
     fake_cublaslt_products++;
+    note(workspace, stream);
     for (uint64_t column = 0; column < out->columns; column++)
         for (uint64_t row = 0; row < out->rows; row++) {
             double sum = 0;
