@@ -34,6 +34,7 @@ printed as failed. `--rehearse` takes the same way with small checkpoints on CPU
 """
 
 import argparse
+import datetime
 import json
 import os
 import pathlib
@@ -53,7 +54,7 @@ import sglang_gpu
 import sglang_models
 import sglang_servers
 import svg
-from sglang_gpu import OutOfTime, Samples, burst, check_graphs
+from sglang_gpu import OutOfTime, burst, check_graphs
 from sglang_servers import Fleet, Model, harness
 
 ORDER = ("neighbour", "history", "longest", "cold", "daemon", "goodput", "kvcached", "static", "kills", "driver")
@@ -118,10 +119,10 @@ class Run(sglang_gpu.Run):
         self.names = [name for name in MODELS if name in arguments.models]
         self.eager_prefill = set()
         self.fit_pool()
-        self.samples = Samples(arguments.out, arguments.resume)
+        self.samples = sglang_gpu.kept_samples(arguments)
         name = "kv_rehearsal.json" if arguments.rehearse else "kv_gpu.json"
         before = arguments.resume and arguments.resume / name
-        self.book = sglang_gpu.Book(arguments.out / name, self.host.describe(), before, planned_rows(arguments), "kv_gpu")
+        self.book = sglang_gpu.Book(arguments.out / name, self.host.describe(), before, planned_rows(arguments), "kv_gpu", arguments.again)
         if before and before.exists():
             self.book.plots = json.loads(before.read_text()).get("plots", [])
             for plot in self.book.plots if before.parent != arguments.out else ():
@@ -422,7 +423,7 @@ def growth(run, servers):
 
 
 def step_neighbour(run):
-    if not run.samples.get("kv_neighbour", "ours"):
+    if run.samples.wanted("kv_neighbour", "ours"):
         fleet = run.system()
         set_policy(fleet, "deadline")
         run.need(30, "a busy neighbour")
@@ -432,7 +433,8 @@ def step_neighbour(run):
 
 def neighbour_rows(run):
     ours, peer = (run.samples.get("kv_neighbour", side) for side in ("ours", "kvcached"))
-    if not ours or run.book.rows.get("tbt.neighbour.growth", {}).get("peer") is not None:
+    fresh = any(kind == "kv_neighbour" for kind, _ in run.samples.fresh)
+    if not ours or (not fresh and run.book.rows.get("tbt.neighbour.growth", {}).get("peer") is not None):
         return
     words = f"{run.who(ALONE)}, 1 stream of {run.sizes.contexts[0]} tokens, beside {run.who(BUSY)} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
     if peer:
@@ -447,12 +449,12 @@ def measure_cold(run, side, servers):
     path = run.arguments.trace
     lengths = sglang_gpu.read_trace(path) if path else [(30, 6), (50, 8)]
     for rate in run.arguments.cold_rates:
-        if run.samples.get(f"kv_cold_{side}", f"{rate:g}"):
+        if not run.samples.wanted(f"kv_cold_{side}", f"{rate:g}"):
             continue
         run.need(run.sizes.cold_seconds + 20, f"cold models at {rate:g} requests/s")
         one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
-        names = sorted(server.model.name for server in servers)
-        one["load"] = [path.name if path else "rehearsal", run.sizes.cold_seconds, run.sizes.cold_prompt, run.sizes.cold_answer, *names]
+        one["load"] = sglang_gpu.cold_load_words(run, path, [server.model.name for server in servers])
+        one["at"] = [results.commit(), datetime.date.today().isoformat()]
         run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {kv_load.quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P99 {kv_load.quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
@@ -465,27 +467,15 @@ def cold_rows(run):
         for peer in ("kvcached", "static"):
             theirs = run.samples.get(f"kv_cold_{peer}", f"{rate:g}")
             metric = f"kv.cold.rate{rate:g}.{peer}_p99_ratio"
+            fresh = any((f"kv_cold_{side}", f"{rate:g}") in run.samples.fresh for side in ("ours", peer))
             if ours and theirs and ours["load"] != theirs["load"]:
                 print(f"    {peer} at {rate:g}: measured with another load ({theirs['load']}, ours {ours['load']}), no ratio", flush=True)
-            elif ours and theirs and not run.book.has(metric):
-                rows = ratio_rows(rate, peer, ours, theirs, run.sizes)
+            elif ours and theirs and (fresh or not run.book.has(metric)):
+                rows = kv_load.ratio_rows(rate, peer, ours, theirs, run.sizes.pool)
                 run.book.add(*rows)
                 if rate == run.arguments.cold_rates[0]:
                     target = ">= 10.4" if peer == "kvcached" else ">= 1"
                     run.book.add({**rows[0], "metric": f"tbt.cold_models.p99_{peer}_ratio", "target": target})
-
-
-def ratio_rows(rate, peer, ours, theirs, sizes):
-    """The peer's P99 over ours, of TBT and TTFT."""
-    found = []
-    words = {"kvcached": "SGLang with kvcached 0.1.6", "static": "plain SGLang, fixed KV Caches"}[peer]
-    for key, name in (("tbt", f"{peer}_p99_ratio"), ("ttft", f"{peer}_ttft_p99_ratio")):
-        mine, other = (kv_load.quantile(side[key], 0.99) for side in (ours, theirs))
-        half, half_other = (kv_load.quantile(side[key], 0.5) for side in (ours, theirs))
-        note = f"{key.upper()} P99 of three cold models at {rate:g} requests/s each: {other * 1e3:.2f} ms over {mine * 1e3:.2f} ms; P50 {half_other * 1e3:.2f} and {half * 1e3:.2f}; "
-        note += f"peer: {words}, two GPUs; ours: a pool of {sizes.pool / 2**20:.0f} MiB; unfinished: {theirs['unfinished']} of {theirs['asked']}, ours {ours['unfinished']} of {ours['asked']}"
-        found.append(results.row(f"kv.cold.rate{rate:g}.{name}", other / mine, "ratio", note=note))
-    return found
 
 
 def step_cold(run):
@@ -522,8 +512,7 @@ def fixed_tokens(run):
 
 def plain_side(run, side):
     """Starts, measures; a peer that does not run is told so."""
-    rates = [f"{rate:g}" for rate in run.arguments.cold_rates]
-    if all(run.samples.get(f"kv_cold_{side}", rate) for rate in rates):
+    if not any(run.samples.wanted(f"kv_cold_{side}", f"{rate:g}") for rate in run.arguments.cold_rates):
         cold_rows(run)
         return
     models = [run.model(name) for name in MODELS]
@@ -688,14 +677,17 @@ def goodput_load(run):
 
 
 def step_goodput(run):
-    todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES if not goodput_sample(run, rate, policy)]
+    todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES
+            if not goodput_sample(run, rate, policy) or run.samples.wanted("kv_goodput", f"{rate:g} {policy}")]  # fmt: skip
     try:
         if todo:
             trace, fleet = traces(run), run.system(run.sizes.goodput_pool)
             points = run.samples.keep("kv_goodput_alone", "ours", alone_times(run, fleet, trace))
         for rate, policy in todo:
+            # A rate without all of its policies says nothing: none is begun that has not the time for the rest.
+            rest = sum(other == rate for other, _ in todo[todo.index((rate, policy)) :]) if rate != run.arguments.rates[0] else 1
             later = sum(LATER_S.get(step, 0) for step in following(run)) if rate != run.arguments.rates[0] else 0
-            run.need(run.sizes.seconds + run.sizes.patience + 10 + later, f"{policy} at {rate:g} requests/s")
+            run.need(rest * (run.sizes.seconds + run.sizes.patience) + 10 + later, f"{policy} at {rate:g} requests/s")
             one = {**measure_policy(run, fleet, policy, rate, trace, points), "load": goodput_load(run)}
             run.samples.keep("kv_goodput", f"{rate:g} {policy}", one)
             run.book.add(*kv_load.policy_rows(rate, policy, one, run.sizes.targets))
@@ -939,6 +931,7 @@ def parse(words=None):
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
     parser.add_argument("--only", default=",".join(ORDER), help="steps, in the order in which they are to run")
     parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True, help="keep the rows of an earlier run in this folder (default: OUT)")
+    parser.add_argument("--again", action="store_true", help="with --resume: measure also what is there; other rows are kept")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
     parser.add_argument("--models", default=",".join(MODELS), help="of one system (default: all)")

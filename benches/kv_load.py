@@ -252,6 +252,25 @@ def policy_rows(rate, policy, one, targets):
     ]  # fmt: skip
 
 
+def ratio_rows(rate, peer, ours, theirs, pool):
+    """Of cold models at `rate`: the peer's P99 over ours, of TBT and TTFT, then what each is, ours beside the peer's.
+    `pool`: bytes of ours."""
+    found, times = [], []
+    words = {"kvcached": "SGLang with kvcached 0.1.6", "static": "plain SGLang, fixed KV Caches that fill their GPU"}[peer]
+    kept = "".join(f"; {who} of {side['at'][1]}, commit {side['at'][0]}" for who, side in (("ours", ours), ("peer", theirs)) if side.get("at"))
+    for key, name in (("tbt", f"{peer}_p99_ratio"), ("ttft", f"{peer}_ttft_p99_ratio")):
+        mine, other = (quantile(side[key], 0.99) for side in (ours, theirs))
+        half, half_other = (quantile(side[key], 0.5) for side in (ours, theirs))
+        note = f"{key.upper()} P99 of three cold models at {rate:g} requests/s each: {other * 1e3:.2f} ms over {mine * 1e3:.2f} ms; P50 {half_other * 1e3:.2f} and {half * 1e3:.2f}; "
+        note += f"peer: {words}, two GPUs; ours: a pool of {pool / 2**20:.0f} MiB; unfinished: {theirs['unfinished']} of {theirs['asked']}, ours {ours['unfinished']} of {ours['asked']}{kept}"
+        found.append(results.row(f"kv.cold.rate{rate:g}.{name}", other / mine, "ratio", note=note))
+        each = ", ".join(f"{m} {ours['by'][m][key == 'ttft'] * 1e3:.1f} (peer {theirs['by'][m][key == 'ttft'] * 1e3:.1f})" for m in ours.get("by", {}))
+        about = f"of {len(ours[key])}, peer of {len(theirs[key])}; peer: {words}"
+        times += [results.row(f"kv.cold.rate{rate:g}.{peer}.{key}_p50_ms", half * 1e3, "ms", peer=half_other * 1e3, note=about),
+                  results.row(f"kv.cold.rate{rate:g}.{peer}.{key}_p99_ms", mine * 1e3, "ms", peer=other * 1e3, note=f"{about}{'; P99 of each: ' if each else ''}{each}")]  # fmt: skip
+    return found + times
+
+
 # ---- memory from outside -----------------------------------------------------------------------------------
 class Nvml:
     """The driver's own account of a GPU's memory, without a process for each look."""

@@ -18,7 +18,7 @@ Steps, in this order where none are named:
     spread    how dummy routers spread tokens over experts
     padded    three streams in batches captured for 4, 8, 16, 32: rows and experts that the FFN side counts; and how
               10,000 prompt tokens spread over experts there
-    more      `latency` of the other models
+    more      `latency` and `memory` of the other models: SGLang alone first, all on both GPUs, then one system of all
 
 A row is written to OUT/sglang_gpu.json as soon as it is known; what has not been run stands there without a
 value. `--resume` keeps the rows of such a file, with their commit and date, and measures only what has none;
@@ -53,6 +53,7 @@ import sglang_servers
 import sglang_spread
 from sglang_servers import Fleet, Model, harness
 from sglang_tokens import (
+    EXPECTED,
     Replayed,
     body_of,
     check_graphs,
@@ -68,7 +69,10 @@ from sglang_tokens import (
 ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "float32", "spread", "padded", "more")
 MODELS = ("Qwen3-30B-A3B", "Qwen3-14B", "DeepSeek-V2-Lite", "GLM-4.7-Flash")
 COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
-START_S = 140  # what a start of servers of real size may take before there is a number of this run
+PLACES = {"GLM-4.7-Flash": 1}  # GPU of a plain server where each has one of the two; the first, where none is said
+SAMPLES = results.ROOT / "docs" / "results" / "samples"
+START_S = 110  # what a start of servers of real size may take before there is a number of this run
+ROUTERS_S = 60  # without prefill graphs
 LEAST_TOKENS = 10000
 RATIO = 3  # which of a cell's rows it is
 PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more to tell decode from prefill
@@ -83,8 +87,9 @@ class Sizes:
 
     def __init__(self, rehearse):
         self.contexts, self.batches = ((16, 48), (1, 2)) if rehearse else ((1024, 8192), (1, 8, 32))
-        self.new_tokens = 6 if rehearse else 128
+        self.new_tokens = 16 if rehearse else 128
         self.rounds = {1: 1} if rehearse else {1: 3, 8: 2, 32: 1}
+        self.more_rounds = {1: 1} if rehearse else {1: 2}  # of the other models
         self.greedy = 8 if rehearse else 64
         self.prompts = 2 if rehearse else 8
         self.kill_tokens = 80 if rehearse else 700
@@ -92,7 +97,7 @@ class Sizes:
         # SGLang lets no more requests run than may all reach their end: room beyond the largest batch.
         self.kv_tokens = 2048 if rehearse else 36 * 9216
         self.cold_kv_tokens = 2048 if rehearse else 65536
-        self.cold_seconds = 6 if rehearse else 45
+        self.cold_seconds = 6 if rehearse else 35
         self.cold_prompt, self.cold_answer = (60, 8) if rehearse else (8192, 1024)
 
 
@@ -103,9 +108,11 @@ class Book:
     def __init__(self, path, machine, before, planned, bench="sglang_gpu", again=False):
         self.path, self.machine, self.bench, self.again = path, machine, bench, again
         self.plots, self.fresh = [], set()  # files beside it; metrics of this run
+        self.failures = {}  # of steps whose rows are there: what went wrong
         self.rows = {metric: self.missing(metric) for metric in planned}
         if before and before.exists():
             data = json.loads(before.read_text())
+            self.failures = data.get("failures", {})
             for row in data["rows"]:
                 if row["value"] is not None:
                     self.rows[row["metric"]] = {**row, "commit": row.get("commit", data["commit"]), "date": row.get("date", data["date"])}
@@ -126,6 +133,13 @@ class Book:
         results.show(rows)
         self.write()
 
+    def tell(self, step, failures, measured):
+        """What went wrong in a step; nothing clears it but the step measured anew."""
+        if failures:
+            self.failures[step] = failures
+        elif measured:
+            self.failures.pop(step, None)
+
     def write(self):
         data = {
             "bench": self.bench,
@@ -137,28 +151,43 @@ class Book:
         }
         if self.plots:
             data["plots"] = self.plots
+        if self.failures:
+            data["failures"] = self.failures
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(data, indent=1) + "\n")
         partial.rename(self.path)
 
 
 class Samples:
-    """What was measured of one side, kept in files of OUT so that the other may be measured in a later run."""
+    """What was measured of one side, kept in files of OUT so that the other may be measured in a later run. They go on
+    from those in `base`, where all_on_device puts them, and from those in `before`. `again`: they are measured
+    nevertheless."""
 
-    def __init__(self, out, before):
-        self.out, self.kinds = out, {}
-        for path in sorted(before.glob("sglang_*.samples")) if before else ():
-            self.kinds[path.stem.removeprefix("sglang_")] = json.loads(path.read_text())
-            if before != out:
-                (out / path.name).write_bytes(path.read_bytes())
+    def __init__(self, out, before, base=None, again=False):
+        self.out, self.kinds, self.again, self.fresh = out, {}, again, set()
+        for folder in (base, before):
+            for path in sorted(folder.glob("sglang_*.samples")) if folder else ():
+                self.kinds[path.stem.removeprefix("sglang_")] = json.loads(path.read_text())
+                if folder != out and folder != base:  # what is in OUT is newer than what is there
+                    (out / path.name).write_bytes(path.read_bytes())
 
     def get(self, kind, key):
         return self.kinds.get(kind, {}).get(key)
 
+    def wanted(self, kind, key):
+        """Whether it is to be measured."""
+        return not self.get(kind, key) or (self.again and (kind, key) not in self.fresh)
+
     def keep(self, kind, key, value):
         self.kinds.setdefault(kind, {})[key] = value
-        (self.out / f"sglang_{kind}.samples").write_text(json.dumps(self.kinds[kind]))
+        self.fresh.add((kind, key))
+        (self.out / f"sglang_{kind}.samples").write_text(json.dumps(self.kinds[kind], separators=(",", ":")))
         return value
+
+
+def kept_samples(arguments):
+    """Of a run that goes on from an earlier one also those of docs/results, which are of no rehearsal."""
+    return Samples(arguments.out, arguments.resume, SAMPLES if arguments.resume and not arguments.rehearse else None, arguments.again)
 
 
 class Run:
@@ -172,7 +201,8 @@ class Run:
         self.fleet = None
         self.failures = []
         self.start_s = START_S
-        self.samples = Samples(arguments.out, arguments.resume)
+        self.recorded = False  # whether SGLang's recorder was asked, whatever came of it
+        self.samples = kept_samples(arguments)
         models = arguments.models if arguments.rehearse else MODELS
         planned = [f"{cell_name(m, c, b)}.ratio" for m in models for c in self.sizes.contexts for b in self.sizes.batches]
         planned = ["tbt.one_model.sglang_ratio", *planned]
@@ -207,11 +237,11 @@ class Run:
         if self.left() < seconds:
             raise OutOfTime(f"{what} needs about {seconds:.0f} s, {self.left():.0f} s are left")
 
-    def begin(self, name, **what):
+    def begin(self, name, start_s=None, **what):
         """The Fleet of this name: the running one, or a new one in its place, which has only begun to start."""
         if self.fleet is None or self.fleet.name != name:
             self.stop()
-            self.need(self.start_s + 30, f"starting {name}")
+            self.need((start_s or self.start_s) + 30, f"starting {name}")
             self.fleet = Fleet(self.host, self.arguments, name, **what)
             self.fleet.start()
         return self.fleet
@@ -222,6 +252,14 @@ class Run:
         if self.begin(name, **what) is not running:
             self.fleet.ready(min(self.host.start_s, self.left() - 15))
             self.start_s = 1.2 * (time.monotonic() - self.fleet.began)
+        return self.fleet
+
+    def start_most(self, name, **what):
+        """The same when every server serves or has ended, which costs its own rows only."""
+        running = self.fleet
+        if self.begin(name, **what) is not running:
+            self.fleet.settle(min(self.host.start_s, self.left() - 15))
+            self.failures += [f"{server}: {reason.splitlines()[0]}" for server, reason in self.fleet.lost.items()]
         return self.fleet
 
     def stop(self):
@@ -324,17 +362,25 @@ def real_fleet(run, name):
     return run.start(f"latency-{name}", vanilla=[(model, run.host.atn)], models=[model])
 
 
-def warm_up(run, name):
-    """Kernels that are compiled at first use, on both sides."""
-    for server in run.fleet.servers():
-        for number, (batch, context) in enumerate([(1, run.sizes.contexts[0]), (run.sizes.batches[-1], 16), (1, run.sizes.contexts[-1])]):
-            burst(server, batch, context, 4, f"warm {number}")
+def warm_up(run, server):
+    """Kernels that are compiled at first use."""
+    for number, (batch, context) in enumerate([(1, run.sizes.contexts[0]), (run.sizes.batches[-1], 16), (1, run.sizes.contexts[-1])]):
+        burst(server, batch, context, 4, f"warm {number}")
 
 
-def measure_cell(run, server, batch, context):
+def cells_of(run):
+    return [(c, b) for b in run.sizes.batches[::-1] for c in run.sizes.contexts]  # what is furthest from its target comes first
+
+
+def cell_seconds(batch, context):
+    """What a cell takes about, of both sides."""
+    return 10 + batch * context / 10000
+
+
+def measure_cell(run, server, batch, context, rounds):
     """{ttft, gaps} of all rounds."""
     found = {"ttft": [], "gaps": []}
-    for number in range(run.sizes.rounds.get(batch, 1)):
+    for number in range(rounds):
         answers = burst(server, batch, context, run.sizes.new_tokens, f"{context} {batch} {number}")
         found["ttft"] += [a.times[0] for a in answers]
         found["gaps"] += steady_gaps(answers)
@@ -342,21 +388,21 @@ def measure_cell(run, server, batch, context):
     return found
 
 
-def latency_cell(run, name, metric, context, batch):
-    """Measures one context and batch on both sides."""
+def ours_cell(run, name, metric, context, batch, rounds, plain, how=""):
+    """Measures one context and batch with CrossPool. `plain`: what measure_cell found of SGLang alone; `how`: words on
+    how both were measured."""
     sizes, fleet = run.sizes, run.fleet
-    plain = measure_cell(run, fleet.vanilla[name], batch, context)
-    rounds, prefill = sizes.rounds.get(batch, 1), None
+    prefill = None
     if batch * context <= PREFILL_COUNTED:
         with Replayed(run, name) as prefill:
             burst(fleet.instances[name], batch, context, 2, "prefill")
     with Replayed(run, name, since=prefill) as replayed:
-        ours = measure_cell(run, fleet.instances[name], batch, context)
+        ours = measure_cell(run, fleet.instances[name], batch, context, rounds)
     replayed.check(rounds * (sizes.new_tokens - 2))
-    check_graphs(run, fleet.servers())
+    check_graphs(run, [server for server in fleet.servers() if server.model.name == name])
     words = "decode only" if prefill else "prefill included"
     rows = cell_rows(metric, plain, ours, replayed.layer(prefill, rounds), replayed.layers, words)
-    rows[RATIO]["note"] += f"; FFN calls: {replayed.words()}"
+    rows[RATIO]["note"] += f"{how}; FFN calls: {replayed.words()}"
     if prefill:
         with Replayed(run, name, since=replayed) as alone:
             burst(fleet.instances[name], batch, context, 1, "prefill alone")
@@ -365,22 +411,23 @@ def latency_cell(run, name, metric, context, batch):
 
 
 def latency_of(run, name):
-    sizes, book = run.sizes, run.book
-    cells = [(c, b) for b in sizes.batches[::-1] for c in sizes.contexts]  # what is furthest from its target comes first
-    if all(book.has(f"{cell_name(name, *cell)}.ratio") for cell in cells):
+    """Both sides in one start, cell by cell."""
+    book = run.book
+    if all(book.has(f"{cell_name(name, *cell)}.ratio") for cell in cells_of(run)):
         return
     fleet = real_fleet(run, name)
     check_graphs(run, fleet.servers())
-    warm_up(run, name)
+    for server in fleet.servers():
+        warm_up(run, server)
     try:
-        for context, batch in cells:
-            metric = cell_name(name, context, batch)
+        for context, batch in cells_of(run):
+            metric, rounds = cell_name(name, context, batch), run.sizes.rounds.get(batch, 1)
             if book.has(f"{metric}.ratio"):
                 continue
-            run.need(10 + batch * context / 10000, metric)
+            run.need(cell_seconds(batch, context), metric)
             try:
-                latency_cell(run, name, metric, context, batch)
-            except harness.Failed as error:
+                ours_cell(run, name, metric, context, batch, rounds, measure_cell(run, fleet.vanilla[name], batch, context, rounds))
+            except EXPECTED as error:
                 run.fails(metric, error)
     finally:
         worst_ratio(book)
@@ -388,7 +435,7 @@ def latency_of(run, name):
 
 def worst_ratio(book):
     ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and book.has(m)}
-    if not ratios:
+    if not any(metric in book.fresh for metric in ratios):
         return
     worst = max(ratios, key=ratios.get)
     book.add(results.row("tbt.one_model.sglang_ratio", ratios[worst], "ratio", target="<= 1.15",
@@ -430,44 +477,127 @@ def step_latency(run):
     latency_of(run, run.arguments.models[0])
 
 
-def step_more(run):
-    for name in run.arguments.models[1:]:
-        latency_of(run, name)
-        memory_of(run, name)
+def given_back(run, server, gpu):
+    """GiB of this GPU's memory that a server gives back when it ends."""
+    before = run.host.used()[gpu]
+    server.end()
+    end, after = time.monotonic() + 15, before
+    while time.monotonic() < end:
+        time.sleep(0.5)
+        now = run.host.used()[gpu]
+        if now == after and now < before:
+            break
+        after = now
+    return (before - after) / 1024
+
+
+def entry_of(fleet, name):
+    """What the daemon says of a model whose Instance serves."""
+    return next(one for one in fleet.state()["models"] if one["id"] == name)
+
+
+def memory_rows(run, name, entry, ours, plain):
+    """Of what given_back() and SGLang's own account of loading say of each side: (GiB, GB)."""
+    kv_tokens = next(model.kv_tokens for model in run.fleet.models if model.name == name)
+    run.book.add(
+        results.row(f"sglang.memory.{name}.gib", ours[0], "GiB", peer=plain[0],
+                    note=f"memory of its GPU given back when the server ended; both with a KV Cache of {kv_tokens} tokens"),
+        results.row(f"sglang.memory.{name}.attention_weights_gib", entry["attention_weight_bytes"] / 2**30, "GiB",
+                    note=f"held by the Instance; {entry['ffn_weight_bytes'] / 2**30:.2f} GiB of FFN weights on the FFN side; "
+                    f"SGLang's own account of loading: {ours[1]} GB, alone {plain[1]} GB"),
+    )
 
 
 def memory_of(run, name):
     """Ends both servers of the model, one after the other, and looks at what each gives back."""
-    metric = f"sglang.memory.{name}.gib"
-    if run.book.has(metric) or run.host.kind == "cpu":
+    if run.book.has(f"sglang.memory.{name}.gib") or run.host.kind == "cpu":
         return
     fleet = real_fleet(run, name)
-    given = {}
-    entry = next(one for one in fleet.state()["models"] if one["id"] == name)
-    for side, server in (("vanilla", fleet.vanilla[name]), ("crosspool", fleet.instances[name])):
-        before = run.host.used()[0]
-        server.end()
-        end, after = time.monotonic() + 15, before
-        while time.monotonic() < end:
-            time.sleep(0.5)
-            now = run.host.used()[0]
-            if now == after and now < before:
-                break
-            after = now
-        given[side] = (before - after) / 1024
-    logs = {side: servers[name].loaded_gb() for side, servers in (("plain", fleet.vanilla), ("ours", fleet.instances))}
-    run.book.add(
-        results.row(metric, given["crosspool"], "GiB", peer=given["vanilla"],
-                    note=f"memory of cuda:0 given back when the server ended; both with a KV Cache of {fleet.models[0].kv_tokens} tokens"),
-        results.row(f"sglang.memory.{name}.attention_weights_gib", entry["attention_weight_bytes"] / 2**30, "GiB",
-                    note=f"held by the Instance; {entry['ffn_weight_bytes'] / 2**30:.2f} GiB of FFN weights on the FFN side; "
-                    f"SGLang's own account of loading: {logs['ours']} GB, alone {logs['plain']} GB"),
-    )
+    entry = entry_of(fleet, name)
+    plain, ours = ((given_back(run, server, 0), server.loaded_gb()) for server in (fleet.vanilla[name], fleet.instances[name]))
+    memory_rows(run, name, entry, ours, plain)
     run.stop()
 
 
 def step_memory(run):
     memory_of(run, run.arguments.models[0])
+
+
+# ---- latency and memory of the other models: a start of each side -----------------------------------------------
+def more_model(run, name):
+    return run.real(name, requests=max(run.sizes.batches) + 2)
+
+
+def cells_left(run, name):
+    return [cell for cell in cells_of(run) if not run.book.has(f"{cell_name(name, *cell)}.ratio")]
+
+
+def step_more(run):
+    """SGLang alone with the models on both GPUs, then one system of all of them; one model is asked at a time. A server
+    that ends costs its own rows only."""
+    names = [name for name in run.arguments.models[1:] if cells_left(run, name) or not run.book.has(f"sglang.memory.{name}.gib")]
+    if names:
+        more_plain(run, names)
+        try:
+            more_ours(run, names)
+        finally:
+            worst_ratio(run.book)
+
+
+def plain_wanted(run, name):
+    return [cell for cell in cells_left(run, name) if run.samples.wanted("latency_plain", cell_name(name, *cell))]
+
+
+def more_plain(run, names):
+    names = [name for name in names if plain_wanted(run, name) or (run.host.kind == "cuda" and run.samples.wanted("memory_plain", name))]
+    if not names:
+        return
+    gpus = run.host.both[0]
+    fleet = run.start_most("more-plain", vanilla=[(more_model(run, name), [gpus[PLACES.get(name, 0)]]) for name in names])
+    for name, server in list(fleet.vanilla.items()):
+        try:
+            check_graphs(run, [server])
+            warm_up(run, server)
+            for context, batch in plain_wanted(run, name):
+                run.need(cell_seconds(batch, context) / 2, cell_name(name, context, batch))
+                found = measure_cell(run, server, batch, context, run.sizes.more_rounds.get(batch, 1))
+                run.samples.keep("latency_plain", cell_name(name, context, batch), {key: [round(1e6 * value) for value in values] for key, values in found.items()})
+            check_graphs(run, [server])
+        except EXPECTED as error:
+            run.fails(f"SGLang alone, {name}", error)
+        if run.host.kind == "cuda" and run.samples.wanted("memory_plain", name) and server.process.poll() is None:
+            run.samples.keep("memory_plain", name, [given_back(run, server, PLACES.get(name, 0)), server.loaded_gb()])
+            del fleet.vanilla[name]
+    run.stop()
+
+
+def more_ours(run, names):
+    names = [name for name in names if any(run.samples.get("latency_plain", cell_name(name, *cell)) for cell in cells_of(run))]
+    harness.check(names, "there is nothing of SGLang alone to compare with")
+    fleet = run.start_most("more-ours", models=[more_model(run, name) for name in names])
+    for name, server in list(fleet.instances.items()):
+        try:
+            check_graphs(run, [server])
+            warm_up(run, server)
+        except EXPECTED as error:
+            run.fails(name, error)
+            continue
+        for context, batch in cells_left(run, name):
+            metric, rounds = cell_name(name, context, batch), run.sizes.more_rounds.get(batch, 1)
+            plain = run.samples.get("latency_plain", metric)
+            if not plain:
+                continue
+            run.need(cell_seconds(batch, context), metric)
+            plain = {key: [value / 1e6 for value in values] for key, values in plain.items()}
+            try:
+                ours_cell(run, name, metric, context, batch, rounds, plain, "; the sides one after the other, each in a start of its own")
+            except EXPECTED as error:
+                run.fails(metric, error)
+    for name, server in fleet.instances.items():
+        plain = run.samples.get("memory_plain", name)
+        if plain and run.host.kind == "cuda" and not run.book.has(f"sglang.memory.{name}.gib") and server.process.poll() is None:
+            memory_rows(run, name, entry_of(fleet, name), (given_back(run, server, 0), server.loaded_gb()), plain)
+    run.stop()
 
 
 # ---- several cold models -----------------------------------------------------------------------------------
@@ -516,10 +646,24 @@ def cold_summary(answers):
     }
 
 
+def cold_load_words(run, path, names):
+    """What has to be the same for two sides to be compared."""
+    return [path.name if path else "rehearsal", run.sizes.cold_seconds, run.sizes.cold_prompt, run.sizes.cold_answer, *sorted(names)]
+
+
+def shared_static(run, rate):
+    """The same load on plain SGLang as benches/kv_gpu.py measured it, or None."""
+    one = run.samples.get("kv_cold_static", f"{rate:g}")
+    return one if one and one["load"] == cold_load_words(run, run.arguments.trace, COLD) else None
+
+
 def cold_side(run, side, rates, lengths):
     """Measures one side, at the rates that are not among the samples yet."""
     kind = f"cold_{side}"
-    todo = [rate for rate in rates if not run.samples.get(kind, f"{rate:g}")]
+    for rate in rates if side == "static" else ():
+        if run.samples.wanted(kind, f"{rate:g}") and (one := shared_static(run, rate)):
+            run.samples.keep(kind, f"{rate:g}", {**one, "kv": "filled its GPU"})
+    todo = [rate for rate in rates if run.samples.wanted(kind, f"{rate:g}")]
     if not todo:
         return
     models = [run.real(name, run.sizes.cold_kv_tokens) for name in COLD]
@@ -528,7 +672,7 @@ def cold_side(run, side, rates, lengths):
         servers = list(fleet.instances.values())
     else:
         gpus = run.host.both[0]
-        fleet = run.start("cold-static", vanilla=[(m, [gpus[i > 0]]) for i, m in enumerate(models)])
+        fleet = run.start("cold-static", vanilla=[(m, [gpus[PLACES.get(m.name, 0)]]) for m in models])
         servers = list(fleet.vanilla.values())
     check_graphs(run, servers)
     for server in servers:
@@ -571,7 +715,8 @@ def cold_rows(run, rates, words):
         if not ours or not static:
             continue
         note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
-        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, the peer's fixed, ours elastic"
+        peers = "the peer's " + static.get("kv", "fixed")
+        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, {peers}, ours elastic"
         rows = []
         for key, part, word in (("tbt", 0.5, "tbt_p50"), ("tbt", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50"), ("ttft", 0.99, "ttft_p99")):
             values = [quantile(side[key], part) * 1e3 for side in (ours, static)]
@@ -583,18 +728,46 @@ def cold_rows(run, rates, words):
         run.book.add(*rows)
         if rate == rates[0]:
             run.book.add(results.row("tbt.cold_models.p99_static_ratio", rows[1]["peer"] / rows[1]["value"], "ratio", target=">= 1",
-                                     note=f"P99 TBT at {rate:g} requests/s each: peer's over ours; peer: {COLD[0]} on one GPU, the others on the other, plain SGLang"))
+                                     note=f"P99 TBT at {rate:g} requests/s each: peer's over ours; peer: {COLD[1]} on one GPU, the others on the other, plain SGLang"))
 
 
-# ---- spread ------------------------------------------------------------------------------------------------
+# ---- spread and padded rows: one start ----------------------------------------------------------------------
+def router_fleet(run):
+    """SGLang alone with its recorder, and Instances with one captured batch each, as far as the steps that were asked
+    for want them. A server that ends costs its own rows only."""
+    if run.fleet is None or run.fleet.name != "routers":
+        steps, name = run.arguments.only.split(","), COLD[0]
+        plain = sglang_spread.plain_model(run, run.real(name, run.sizes.cold_kv_tokens))
+        vanilla = [(plain, run.host.atn)] if "spread" in steps and sglang_spread.wants_server(run) and not run.recorded else []
+        run.padded = sglang_padded.models(run, name) if "padded" in steps and sglang_padded.missing(run) else []
+        run.start_most("routers", start_s=ROUTERS_S, vanilla=vanilla, models=[model for _, model in run.padded])
+    return run.fleet
+
+
 def step_spread(run):
-    if not all(run.book.has(f"sglang.spread.{side}.least_tokens") for side in ("plain", "crosspool")):
-        sglang_spread.measure(run, COLD[0], LEAST_TOKENS, run.real(COLD[0], run.sizes.cold_kv_tokens), burst)
+    if all(run.book.has(f"sglang.spread.{side}.least_tokens") for side in ("plain", "crosspool")):
+        return
+    fleet = router_fleet(run) if sglang_spread.wants_server(run) else None
+    run.recorded = True
+    try:
+        sglang_spread.measure(run, COLD[0], LEAST_TOKENS, fleet and fleet.vanilla.get(COLD[0]), burst)
+    except EXPECTED as error:  # the Instances beside it go on
+        run.fails("spread", error)
+    end_recorder(run)
 
 
-# ---- padded rows -------------------------------------------------------------------------------------------
+def end_recorder(run):
+    """SGLang alone is not needed any more."""
+    if run.fleet and run.fleet.name == "routers":
+        for server in run.fleet.vanilla.values():
+            server.end()
+        run.fleet.vanilla.clear()
+
+
 def step_padded(run):
-    sglang_padded.measure(run, COLD[0], LEAST_TOKENS, burst, steady_gaps, check_graphs, Replayed)
+    if sglang_padded.missing(run):
+        fleet = router_fleet(run)
+        sglang_padded.measure(run, COLD[0], LEAST_TOKENS, fleet, run.padded, check_graphs, (burst, steady_gaps, Replayed))
 
 
 STEPS = {
@@ -646,7 +819,8 @@ def parse():
     if unknown:
         parser.error(f"no such step: {', '.join(unknown)}")
     if arguments.rehearse:
-        arguments.models, arguments.rates, arguments.more_victims, arguments.kills = arguments.models[:1], arguments.rates[:1], 1, 2
+        most = 3 if "more" in arguments.only.split(",") else 1
+        arguments.models, arguments.rates, arguments.more_victims, arguments.kills = arguments.models[:most], arguments.rates[:1], 1, 2
     return arguments
 
 
@@ -665,19 +839,22 @@ def perform(run, steps):
     run.book.write()
     try:
         for step in arguments.only.split(","):
-            began = time.monotonic()
+            began, before, fresh, whole = time.monotonic(), len(run.failures), len(run.book.fresh), True
             print(f"=== {step}: {run.left():.0f} s left" if arguments.budget < 1e8 else f"=== {step}", flush=True)
             try:
                 steps[step](run)
             except OutOfTime as over:
                 print(f"    stops: {over}", flush=True)
-                continue  # a shorter step may still fit
+                whole = False  # a shorter step may still fit
             except (harness.Failed, OSError, ValueError, KeyError, RuntimeError, subprocess.SubprocessError) as error:
                 run.fails(step, error)
                 run.stop()
+            run.book.tell(step, run.failures[before:], whole and len(run.book.fresh) > fresh)
             print(f"    {step}: {time.monotonic() - began:.0f} s", flush=True)
     finally:
+        before = len(run.failures)
         run.stop()
+        run.book.tell("end", run.failures[before:], False)
         run.book.write()
         if run.host.caches:
             run.host.caches.keep(arguments.out / "caches.tar.gz")

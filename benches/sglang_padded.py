@@ -2,7 +2,8 @@
 """Padded rows of a captured batch load no extra experts: three streams decode on servers whose only captured
 batch is 4, 8, 16 or 32, all Instances of one MoE model with one weight set on the FFN side. What the FFN side's
 routers chose is counted there, by the kernels that choose ("What routers choose" in docs/designs/cuda.md); the
-difference of two bursts with the same prompts is decoding alone.
+difference of two bursts with the same prompts is decoding alone. Prefill graphs, which would be most of these servers'
+start, are left out.
 
 At the end as many prompt tokens as `spread` asks for: how they spread over experts, by the same counters.
 """
@@ -10,7 +11,8 @@ At the end as many prompt tokens as `spread` asks for: how they spread over expe
 import statistics
 
 import results
-from sglang_servers import Model, harness
+from sglang_servers import NO_PREFILL_GRAPHS, Model, harness
+from sglang_tokens import EXPECTED
 
 BATCHES = (4, 8, 16, 32)
 LIVE = 3
@@ -30,7 +32,7 @@ def models(run, name):
     for batch in BATCHES[:2] if run.arguments.rehearse else BATCHES:
         model = Model(f"{name}-batch{batch}", base.path, dummy=base.dummy, kv_tokens=2048 if run.arguments.rehearse else 40960,
                       context=512 if run.arguments.rehearse else 1280, rows=64 if run.arguments.rehearse else 512)
-        model.more = ["--cuda-graph-bs", str(batch)] if run.host.kind == "cuda" else []
+        model.more = ["--cuda-graph-bs", str(batch), NO_PREFILL_GRAPHS] if run.host.kind == "cuda" else []
         found.append((batch, model))
     return found
 
@@ -88,36 +90,55 @@ def spread_row(name, usage, before, prompt_tokens):
     return results.row("sglang.spread.ffn.chosen_fraction", usage["chosen"] / max(usage["places"], 1), "fraction", target=">= 1", note=note)
 
 
-def measure(run, name, tokens, burst, steady_gaps, check_graphs, replayed):
-    """Adds the rows. `tokens`: prompt tokens of the histogram; the rest: how sglang_gpu.py asks and checks."""
-    book = run.book
-    if all(book.has(metric) for metric in planned()):
-        return
-    count = 6 if run.arguments.rehearse else 128
-    served = models(run, name)
-    fleet = run.start("padded", models=[model for _, model in served])
-    check_graphs(run, fleet.servers())
-    first, most = None, 0.0
+def missing(run):
+    return not all(run.book.has(metric) for metric in planned())
+
+
+def serving(fleet, model):
+    """The Instance of this model; Failed, with the reason, where it did not start."""
+    harness.check(model.name in fleet.instances, fleet.lost.get(f"crosspool {model.name}", f"{model.name} does not serve"))
+    return fleet.instances[model.name]
+
+
+def measure_batch(run, batch, server, first, count, how):
+    """Adds the rows of one captured batch; what it found."""
+    burst, steady_gaps, replayed = how
+    burst(server, LIVE, 16, 4, "warm")
+    with replayed(run, server.model.name) as counted:
+        found = decoding(run, server, burst, LIVE, 16, count)
+    counted.check(count)
+    gaps = steady_gaps(found["answers"])
+    harness.check(gaps, f"{server.name()}: {LIVE} streams never decoded all at once")
+    run.book.add(*cell_rows(batch, server.model.name, found, first, gaps))
+    return {**found, "tbt": statistics.median(gaps) * 1e3}
+
+
+def measure(run, name, tokens, fleet, served, check_graphs, how):
+    """Adds the rows. `served`: of models(), what `fleet` serves; `tokens`: prompt tokens of the histogram; `how`: how
+    sglang_gpu.py asks (burst, steady_gaps) and counts (Replayed). A server that did not start costs its own rows."""
+    book, burst = run.book, how[0]
+    count = 24 if run.arguments.rehearse else 128
+    check_graphs(run, fleet.instances.values())
+    by = {}
     for batch, model in served:
         run.need(8, f"padded rows of {batch}")
-        server = fleet.instances[model.name]
-        burst(server, LIVE, 16, 4, "warm")
-        with replayed(run, model.name) as counted:
-            found = decoding(run, server, burst, LIVE, 16, count)
-        counted.check(count)
-        gaps = steady_gaps(found["answers"])
-        harness.check(gaps, f"{server.name()}: {LIVE} streams never decoded all at once")
-        book.add(*cell_rows(batch, name, found, first, gaps))
-        first = first or {**found, "tbt": statistics.median(gaps) * 1e3}
-        most = max(most, found["rows"])
-    book.add(results.row("sglang.padded.rows_per_layer", most, "rows", target=f"<= {PADDED_ROWS:g}",
-                         note=f"the largest of captured batches {', '.join(str(b) for b, _ in served)}, {LIVE} live rows each"))
-    harness.check(most <= PADDED_ROWS, f"{most:.2f} rows a layer were routed for {LIVE} live ones: padded rows were")
+        try:
+            by[batch] = measure_batch(run, batch, serving(fleet, model), by.get(BATCHES[0]), count, how)
+        except EXPECTED as error:
+            run.fails(f"padded rows of {batch}", error)
+    harness.check(by, "no server for padded rows")
+    most, first = max(found["rows"] for found in by.values()), by.get(BATCHES[0])
+    if len(by) == len(served):
+        book.add(results.row("sglang.padded.rows_per_layer", most, "rows", target=f"<= {PADDED_ROWS:g}",
+                             note=f"the largest of captured batches {', '.join(str(b) for b in by)}, {LIVE} live rows each"))
+    if most > PADDED_ROWS:
+        run.fails("padded rows", harness.Failed(f"{most:.2f} rows a layer were routed for {LIVE} live ones: padded rows were"))
     # As many live rows as are captured: what the padded ones would have cost.
     batch, model = served[-1]
-    server = fleet.instances[model.name]
+    server = serving(fleet, model)
+    run.need(8, "live rows")
     found = decoding(run, server, burst, batch, 16, count)
-    book.add(results.row("sglang.padded.live.experts_per_layer", found["experts"], "experts", peer=first["experts"],
+    book.add(results.row("sglang.padded.live.experts_per_layer", found["experts"], "experts", peer=first and first["experts"],
                          note=f"distinct experts read with {batch} live rows in a batch captured for {batch} ({found['rows']:.1f} rows an execution, {found['us']:.1f} us); "
                          f"peer: {LIVE} live ones captured for {BATCHES[0]}"))
     before, asked = fleet.experts(), 0
@@ -128,4 +149,4 @@ def measure(run, name, tokens, burst, steady_gaps, check_graphs, replayed):
     usage = fleet.experts()
     print(f"    {histogram(usage)}", flush=True)
     book.add(spread_row(name, usage, before, asked))
-    check_graphs(run, fleet.servers())
+    check_graphs(run, fleet.instances.values())

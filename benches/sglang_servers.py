@@ -70,7 +70,6 @@ class Gpus:
     kind, atn, ffn = "cuda", ["cuda:0"], ["cuda:1"]
     both = ["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]  # with two attention ranks
     dtype, start_s = "bfloat16", 330
-    more = {}  # variables of servers started now
     peer = None  # folder of kvcached
     flags = (
         "--attention-backend triton --sampling-backend pytorch --grammar-backend none --moe-runner-backend triton "
@@ -173,7 +172,6 @@ class Cpus:
     kind, atn, ffn = "cpu", ["cpu:0"], ["cpu:1"]
     both = ["cpu:0", "cpu:1"], ["cpu:2"]
     dtype, start_s = "float32", 300
-    more = {}
     caches = peer = None
     flags = (
         "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
@@ -233,6 +231,7 @@ class Model:
         self.name, self.path, self.mode, self.tp, self.dp, self.dummy = name, path, mode, tp, dp, dummy
         self.kv_tokens, self.context, self.rows, self.requests = kv_tokens, context, rows, requests
         self.more = []  # arguments of this one alone
+        self.variables = {}  # of the environment of its servers
         self.more_settings = {}  # of its [[models]] entry
         self.failpoints = ""  # of the Instance, as XPOOL_FAILPOINTS has them
 
@@ -304,7 +303,6 @@ class Server:
             "SGLANG_PLUGINS": "none",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             **self.host.environment(),
-            **self.host.more,
         }
         base.pop("PYTHONDONTWRITEBYTECODE", None)  # worth a minute at each start
         base.pop("XPOOL_CONFIG", None)
@@ -316,6 +314,7 @@ class Server:
             base["SGLANG_PLUGINS"] = "xpool_cpu_hooks"
         else:
             base.pop("SGLANG_PLUGINS")  # `xpool exec` sets it
+        base.update(model.variables)
         if model.failpoints:
             base["XPOOL_FAILPOINTS"] = model.failpoints
         self.began = time.monotonic()
@@ -640,6 +639,20 @@ class Fleet:
                 raise harness.Failed(f"{self.name}: not ready in time: {late}\n{tails}")
             time.sleep(0.2)
         print(f"    {self.name}: all ready after {time.monotonic() - self.began:.0f} s; GPU memory {self.host.used()} MiB", flush=True)
+        return self
+
+    def settle(self, limit):
+        """Waits until every server serves or has ended: those that ended are in `lost`."""
+        end = time.monotonic() + limit
+        while True:
+            self.poll()
+            if not self.starting():
+                break
+            if time.monotonic() > end:
+                late = [server.name() for server in self.starting()]
+                raise harness.Failed(f"{self.name}: not ready in time: {late}\n" + "\n".join(server.tail() for server in self.starting()))
+            time.sleep(0.2)
+        print(f"    {self.name}: {len(self.servers())} ready, {len(self.lost)} lost after {time.monotonic() - self.began:.0f} s; GPU memory {self.host.used()} MiB", flush=True)
         return self
 
     def system_ready(self):

@@ -75,15 +75,15 @@ def of_dummy_routers(facts, tokens):
 
 
 # ---- SGLang alone ------------------------------------------------------------------------------------------
-def of_sglang(run, model, tokens, burst):
-    model.more = ["--expert-distribution-recorder-mode", "stat", *run.host.arguments("eager", [])]
+def plain_model(run, model):
+    """What SGLang alone serves while its recorder counts."""
+    model.more = ["--expert-distribution-recorder-mode", "stat"]
     model.mode = "eager"
-    run.host.more = {"SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(run.arguments.scratch)}
-    try:
-        fleet = run.start("spread", vanilla=[(model, run.host.atn)])
-    finally:
-        run.host.more = {}
-    server = next(iter(fleet.vanilla.values()))
+    model.variables = {"SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(run.arguments.scratch)}
+    return model
+
+
+def of_sglang(run, server, tokens, burst):
     server.post("/start_expert_distribution_record", {})
     length = min(run.sizes.contexts[-1], run.sizes.context // 2)
     for number in range(-(-tokens // length)):
@@ -98,16 +98,22 @@ def of_sglang(run, model, tokens, burst):
     return counts[counts.sum(1) > 0], -(-tokens // length) * length
 
 
-def measure(run, name, tokens, model, burst):
-    """Adds the rows of both sides; `burst` asks a server."""
+def wants_server(run):
+    """Whether the recorder is still to be asked; it cannot write its file on a CPU."""
+    return not run.book.has("sglang.spread.plain.least_tokens") and (run.host.kind == "cuda" or run.arguments.recorder)
+
+
+def measure(run, name, tokens, server, burst):
+    """Adds the rows of both sides. `server`: SGLang alone, started as plain_model says, or None; `burst` asks it."""
     book = run.book
-    facts = sglang_models.facts(model.path)
+    facts = sglang_models.facts(run.real(name).path)
     if not book.has("sglang.spread.crosspool.least_tokens"):
         counts = of_dummy_routers(facts, tokens)
         book.add(row("crosspool", counts, tokens, f"{name}, routers as the FFN side fills them, normal random rows"))
-    if run.host.kind == "cpu" and not run.arguments.recorder:
-        print("    left out: SGLang's recorder cannot write its file on a CPU", flush=True)
-    elif not book.has("sglang.spread.plain.least_tokens"):
+    if wants_server(run):
         wanted = tokens if run.host.kind == "cuda" else 400
-        counts, asked = of_sglang(run, model, wanted, burst)
+        harness.check(server, "SGLang alone, with its recorder, does not serve")
+        counts, asked = of_sglang(run, server, wanted, burst)
         book.add(row("plain", counts, asked, f"{name}, SGLang's recorder, prompts of random ids"))
+    elif not book.has("sglang.spread.plain.least_tokens"):
+        print("    left out: SGLang's recorder cannot write its file on a CPU", flush=True)

@@ -12,6 +12,7 @@ token, by how much (nats) it is ahead of the second, by how much ahead of what w
 
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -20,35 +21,59 @@ import sys
 FAR = 1.0  # nats short of float32's best: beyond what rounding does where all experts are the same
 SIGMAS = 2.0  # more misses than the other side, in standard deviations of the difference of two counts
 LIMIT_S = 180
+MOST_WORKERS = 12
+MODEL = None  # of this process and those that it forks
 
 
-def along(path, sides):
-    """The answer to a question; torch and transformers are needed."""
+def load(path):
+    """The model, on one thread: several wait for each other wherever the machine has other work."""
     import torch
     import transformers
 
+    torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for layer in model.model.layers if model.config.model_type == "deepseek_v2" else ():
         if not hasattr(layer.mlp, "num_experts"):  # asked for where groups limit the choice
             layer.mlp.num_experts = model.config.n_routed_experts
-    found = {}
-    for name, answers in sides.items():
-        found[name] = []
-        for prompt, said in answers:
-            with torch.inference_mode():
-                logits = model(torch.tensor([prompt + said[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
-            top = logits.topk(2, dim=-1)
-            mine = logits.gather(1, torch.tensor(said)[:, None])[:, 0]
-            rows = zip(top.indices[:, 0].tolist(), (top.values[:, 0] - top.values[:, 1]).tolist(), (top.values[:, 0] - mine).tolist(), strict=True)
-            found[name].append([list(row) for row in rows])
+    return model
+
+
+def judge(answer):
+    """[best token, ahead of the second, ahead of what was said] of each token of a [prompt, tokens said]."""
+    import torch
+
+    prompt, said = answer
+    with torch.inference_mode():
+        logits = MODEL(torch.tensor([prompt + said[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
+    top = logits.topk(2, dim=-1)
+    mine = logits.gather(1, torch.tensor(said)[:, None])[:, 0]
+    rows = zip(top.indices[:, 0].tolist(), (top.values[:, 0] - top.values[:, 1]).tolist(), (top.values[:, 0] - mine).tolist(), strict=True)
+    return [list(row) for row in rows]
+
+
+def along(path, sides):
+    """The answer to a question; torch and transformers are needed. Answers are judged by as many processes as half
+    of the processors, which have the one model."""
+    global MODEL
+    MODEL = load(path)
+    every = [(name, answer) for name, answers in sides.items() for answer in answers]
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2, len(every))
+    if workers > 1:
+        with multiprocessing.get_context("fork").Pool(workers) as pool:
+            judged = pool.map_async(judge, [answer for _, answer in every], chunksize=1).get(timeout=LIMIT_S * 2 / 3)  # before ask() gives up, so that they end
+    else:
+        judged = [judge(answer) for _, answer in every]
+    found = {name: [] for name in sides}
+    for (name, _), one in zip(every, judged, strict=True):
+        found[name].append(one)
     return found
 
 
 def ask(python, path, sides):
     """The same by another interpreter. RuntimeError: with what it said last."""
     question = json.dumps({"model": str(path), "sides": sides})
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     try:
         out = subprocess.run([python, __file__], input=question, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     except subprocess.TimeoutExpired as error:

@@ -86,7 +86,7 @@ void ffn_load_measure(ffn_kit_t *kit, const char *folder)
     synth_options_t options;
     char path[512], note[240];
     model_synth_defaults(MODEL_ARCH_QWEN3_MOE, &options);
-    options.layers = 4;
+    options.layers = 16; /* enough that fixed costs of some 80 ms do not weigh */
     options.hidden = 2048;
     options.moe_intermediate = 768;
     options.experts = 64;

@@ -570,7 +570,7 @@ def rows_of(found):
     """In the form of docs/results; what did not come is left out."""
     rows, name = [], f"{pathlib.Path(found['model']).name}, layout {found['layout']}{', eager' if found['eager'] else ''}"
     name += ", prefix cache on" if found["elastic"] else ""
-    for turn in found.get("turns", [])[-1:]:
+    for turn in [turn for turn in found.get("turns", [])[-1:] if "eager_decode_calls" in turn]:  # a rehearsal has none
         rows.append(
             results.row(
                 "sglang_first.eager_decode_calls",

@@ -23,6 +23,9 @@ SCRIPTS = {
     "'{\"bench\": \"x\", \"rows\": [{\"metric\": \"m\", \"value\": 2, \"unit\": \"us\"}]}')",
     "bad": "print('FAILED something'); raise SystemExit(3)",
     "hang": "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
+    "partial": "import json, sys; json.dump({'bench': 'y', 'rows': [{'metric': 'p', 'value': 1, 'unit': 'us'}, {'metric': 'q', 'value': None, 'unit': ''}], "
+    "'failures': {'a step': ['it was slow']}}, open(sys.argv[2] + '/y.json', 'w')); open(sys.argv[2] + '/sglang_tokens.samples', 'w').write('{}'); "
+    "open(sys.argv[2] + '/sglang_other.samples', 'w').write('{}'); raise SystemExit(1)",
     "orphan": "import subprocess; subprocess.Popen(['setsid', 'sleep', '77'])",
 }
 
@@ -54,13 +57,15 @@ def steps():
         for name, text in SCRIPTS.items():
             (folder / f"{name}.py").write_text(text + "\n")
         module.STEPS = {name: module.Step(1, 1, 20, "x", f"{folder}/{name}.py --out OUT") for name in SCRIPTS}
+        module.STEPS["partial"] = module.STEPS["partial"]._replace(result="y")
+        module.CHECKED = ("y",)
         module.STEPS["hang"] = module.STEPS["hang"]._replace(limit=1)
         module.STEPS["two"] = module.STEPS["good"]._replace(gpus=2)
         module.STEPS["long"] = module.STEPS["good"]._replace(seconds=1000)
         began = time.monotonic()
         code, said = call(module, "run", "--build", str(folder), "--out", str(folder / "out"), "--seconds", "60")
         check(time.monotonic() - began < 40 * harness.SLOW, "it took too long")
-        check(code == 1 and "failed: bad, hang, orphan" in said, said)
+        check(code == 1 and "failed: bad, hang, partial, orphan" in said, said)
         check("two: left out, needs 2 GPUs" in said and "long: left out, takes 1000 s" in said, said)
         check("exit code 3" in said and "limit of 1 s" in said and "left sleep" in said, said)
         check(not module.descendants(), "processes are left")
@@ -75,6 +80,12 @@ def steps():
         check(code == 0 and "3 -> 2 us" in said and "no longer there: n" in said, said)
         check((module.RESULTS / "samples" / "x.txt").read_text() == "m 5*2 7*1\n", "the samples are not there")
         check(json.loads((module.RESULTS / "x.json").read_text())["rows"][0]["value"] == 2, "the row is not there")
+        # A step that checks each row keeps what it has, and what failed stands with it.
+        check("partial: FAILED, a step: it was slow" in said and "bad: nothing" in said, said)
+        data = json.loads((module.RESULTS / "y.json").read_text())
+        check(data["failures"] == {"a step": ["it was slow"]} and data["rows"][0]["value"] == 1, data)
+        kept = sorted(path.name for path in (module.RESULTS / "samples").iterdir())
+        check(kept == ["sglang_tokens.samples", "x.txt"], kept)
 
 
 def unknown_step_and_no_gpu():
@@ -111,6 +122,11 @@ def what_another_step_measured():
             (folder / place).mkdir(parents=True)
             (folder / place / "x.json").write_text("{}")
             check(prior() == str((folder / place).resolve()), prior())
+        # Of several the one that has what the others went on from.
+        for place, rows in (("out/steps/a", 2), ("out/steps/three", 1)):
+            (folder / place).mkdir(parents=True)
+            (folder / place / "x.json").write_text(json.dumps({"rows": [{"metric": str(n), "value": n} for n in range(rows)]}))
+        check(prior() == str((folder / "out/steps/a").resolve()), prior())
 
 
 if __name__ == "__main__":

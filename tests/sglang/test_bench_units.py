@@ -40,7 +40,7 @@ EAGER = "[12:00:53] Decode batch, #running-req: 1, #token: 1064, cuda graph: Fal
 
 def server(text, mode="graphs"):
     made = sglang_servers.Server.__new__(sglang_servers.Server)
-    made.side, made.model = "vanilla", types.SimpleNamespace(name="m", mode=mode, dp=1)
+    made.side, made.model = "vanilla", types.SimpleNamespace(name="m", mode=mode, dp=1, more=[])
     made.text = lambda: text
     return made
 
@@ -213,6 +213,29 @@ class GoingOn(unittest.TestCase):
             data = json.loads(second.read_text())
             self.assertEqual([(row["metric"], row["value"], row.get("commit", data["commit"])) for row in data["rows"]], [("one", 1.4, "new"), ("two", 2.5, "old")])
 
+    def test_what_failed_stands_with_the_rows(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "x.json"
+            run = types.SimpleNamespace(arguments=argparse.Namespace(flags="", only="one,two,three", budget=1e9, out=pathlib.Path(folder)), stop=lambda: None,
+                                        host=types.SimpleNamespace(flags=[], caches=None), failures=[], left=lambda: 1.0, book=sglang_gpu.Book(path, "m", None, ["one"]))  # fmt: skip
+            run.fails = lambda what, error: run.failures.append(f"{what}: {error}")
+
+            def fails(run):
+                raise sglang_servers.harness.Failed("no answer")
+
+            def late(run):
+                run.failures.append("half of it")
+                raise sglang_gpu.OutOfTime("60 s")
+
+            steps = {"one": lambda run: run.book.add(results.row("one", 1.0, "ms")), "two": fails, "three": late}
+            self.assertEqual(sglang_gpu.perform(run, steps), 1)
+            self.assertEqual(json.loads(path.read_text())["failures"], {"two": ["two: no answer"], "three": ["half of it"]})
+            # Only a step that is measured anew clears what it said.
+            run.book, run.failures = sglang_gpu.Book(path, "m", path, ["one"]), []
+            steps.update(two=lambda run: run.book.add(results.row("two", 1.0, "ms")), three=lambda run: None)
+            self.assertEqual(sglang_gpu.perform(run, steps), 0)
+            self.assertEqual(json.loads(path.read_text())["failures"], {"three": ["half of it"]})
+
     def test_no_step_begins_without_time(self):
         run = sglang_gpu.Run.__new__(sglang_gpu.Run)
         run.end = sglang_gpu.time.monotonic() + 5
@@ -300,6 +323,95 @@ class Small(unittest.TestCase):
             self.assertTrue(decodes(hidden // 4, head // 2))
 
 
+class More(unittest.TestCase):
+    """The other models: a start of each side, without any server."""
+
+    def run_of(self, folder, lost=(), again=False):
+        arguments = types.SimpleNamespace(models=["first", "a", "GLM-4.7-Flash"], only="more", rehearse=False)
+        run = types.SimpleNamespace(arguments=arguments, failures=[], sizes=sglang_gpu.Sizes(True), host=types.SimpleNamespace(kind="cpu", both=[["gpu0", "gpu1"]]),
+                                    samples=sglang_gpu.Samples(folder, folder, again=again), book=sglang_gpu.Book(folder / "x.json", "m", folder / "x.json", []),
+                                    real=lambda name, requests: types.SimpleNamespace(name=name), stop=lambda: None, need=lambda *_: None, started=[])  # fmt: skip
+        run.fails = lambda what, error: run.failures.append(f"{what}: {error}")
+
+        def start_most(name, vanilla=(), models=()):
+            run.started.append((name, [(model.name, gpu) for model, (gpu,) in vanilla], [model.name for model in models]))
+            made = lambda name: types.SimpleNamespace(model=types.SimpleNamespace(name=name), name=lambda: name)  # noqa: E731
+            run.fleet = types.SimpleNamespace(vanilla={m.name: made(m.name) for m, _ in vanilla if m.name not in lost},
+                                              instances={m.name: made(m.name) for m in models}, servers=lambda: [])
+            return run.fleet
+
+        run.start_most = start_most
+        return run
+
+    def perform(self, run):
+        cells = []
+        with mock.patch.object(sglang_gpu, "check_graphs"), mock.patch.object(sglang_gpu, "warm_up"), \
+             mock.patch.object(sglang_gpu, "measure_cell", lambda run, server, batch, context, rounds: {"ttft": [0.1], "gaps": [0.0123456789]}), \
+             mock.patch.object(sglang_gpu, "ours_cell", lambda run, name, metric, context, batch, rounds, plain, how: cells.append((metric, plain)) or run.book.add(results.row(f"{metric}.ratio", 1.0, "ratio"))):
+            sglang_gpu.step_more(run)
+        return cells
+
+    def test_sides_one_after_the_other(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_of(pathlib.Path(folder))
+            cells = self.perform(run)
+            self.assertEqual(run.started, [("more-plain", [("a", "gpu0"), ("GLM-4.7-Flash", "gpu1")], []), ("more-ours", [], ["a", "GLM-4.7-Flash"])])
+            self.assertEqual(len(cells), 2 * len(sglang_gpu.cells_of(run)))
+            self.assertEqual(cells[0][1], {"ttft": [0.1], "gaps": [0.012346]})
+            again = self.run_of(pathlib.Path(folder))  # of the samples and rows of that run: nothing but memory is left
+            self.assertEqual((self.perform(again), [name for name, *_ in again.started]), ([], ["more-ours"]))
+
+    def test_a_server_that_ends_costs_its_own_rows(self):
+        with tempfile.TemporaryDirectory() as folder:
+            cells = self.perform(self.run_of(pathlib.Path(folder), lost=["a"]))
+            self.assertTrue(cells and all("GLM-4.7-Flash" in metric for metric, _ in cells))
+
+
+class Starts(unittest.TestCase):
+    def test_all_serve_or_have_ended(self):
+        fleet = Small().fleet(vanilla=["seeded-deepseek-v2-graphs"])
+        fleet.name, fleet.began, fleet.host = "f", sglang_gpu.time.monotonic(), types.SimpleNamespace(used=lambda: [0])
+        fleet.settle(5)
+        self.assertEqual((list(fleet.vanilla), list(fleet.lost)), (["tales-qwen3-moe-graphs"], ["vanilla seeded-deepseek-v2-graphs"]))
+        late = Small().fleet()
+        late.name = "f"
+        for server in late.instances.values():
+            server.healthy, server.tail = lambda: False, lambda: "tail"
+        with self.assertRaisesRegex(sglang_servers.harness.Failed, "not ready in time"):
+            late.settle(0.3)
+
+    def test_spread_and_padded_share_one(self):
+        started = []
+
+        def begin(only, has=()):
+            run = types.SimpleNamespace(arguments=types.SimpleNamespace(only=only, rehearse=False, recorder=False, scratch=pathlib.Path("/s")), fleet=None,
+                                        recorded=False, sizes=sglang_gpu.Sizes(False), host=types.SimpleNamespace(kind="cuda", atn=["cuda:0"]),
+                                        book=types.SimpleNamespace(has=lambda metric: metric in has),
+                                        real=lambda name, *_: sglang_servers.Model(name, "path", dummy=True),
+                                        start_most=lambda name, start_s, vanilla, models: started.append((vanilla, models)))  # fmt: skip
+            sglang_gpu.router_fleet(run)
+            return started[-1]
+
+        vanilla, models = begin("spread,padded")
+        self.assertEqual((len(vanilla), len(models)), (1, 4))
+        self.assertIn("stat", vanilla[0][0].more)
+        self.assertTrue(all(sglang_servers.NO_PREFILL_GRAPHS in model.more for model in models))
+        self.assertEqual([len(one) for one in begin("padded")], [0, 4])
+        self.assertEqual([len(one) for one in begin("spread", has=["sglang.padded.4.rows_per_layer"])], [1, 0])
+
+
+    def test_a_recorder_that_dies_ends_alone(self):
+        ended = []
+        fleet = types.SimpleNamespace(name="routers", vanilla={sglang_gpu.COLD[0]: types.SimpleNamespace(end=lambda: ended.append("recorder"))}, instances={"i": None})
+        run = types.SimpleNamespace(fleet=fleet, recorded=False, failures=[], host=types.SimpleNamespace(kind="cuda"), book=types.SimpleNamespace(has=lambda metric: False))
+        run.fails = lambda what, error: run.failures.append(f"{what}: {error}")
+        with mock.patch.object(sglang_spread, "measure", side_effect=ConnectionResetError("gone")):
+            sglang_gpu.step_spread(run)
+        self.assertEqual((ended, run.failures, run.recorded), (["recorder"], ["spread: gone"], True))
+        self.assertIs(sglang_gpu.router_fleet(run), fleet)
+        self.assertEqual((fleet.vanilla, list(fleet.instances)), ({}, ["i"]))
+
+
 class Memory(unittest.TestCase):
     def test_what_a_server_gives_back(self):
         used = {"now": 90000}
@@ -311,11 +423,12 @@ class Memory(unittest.TestCase):
             return types.SimpleNamespace(end=end, loaded_gb=lambda: 1.0)
 
         entry = {"id": "m", "attention_weight_bytes": 3 << 30, "ffn_weight_bytes": 54 << 30}
-        fleet = types.SimpleNamespace(state=lambda: {"models": [entry]}, vanilla={"m": ends(61440)}, instances={"m": ends(10240)},
-                                      models=[types.SimpleNamespace(kv_tokens=1000)])
+        # The daemon is asked while the Instance is there.
+        fleet = types.SimpleNamespace(state=lambda: {"models": [entry] if used["now"] == 90000 else []}, vanilla={"m": ends(61440)}, instances={"m": ends(10240)},
+                                      models=[types.SimpleNamespace(name="m", kv_tokens=1000)])
         rows = []
         book = types.SimpleNamespace(has=lambda metric: False, add=lambda *more: rows.extend(more))
-        run = types.SimpleNamespace(book=book, host=types.SimpleNamespace(kind="cuda", used=lambda: [used["now"]]), stop=lambda: None)
+        run = types.SimpleNamespace(book=book, fleet=fleet, host=types.SimpleNamespace(kind="cuda", used=lambda: [used["now"]]), stop=lambda: None)
         with mock.patch.object(sglang_gpu, "real_fleet", lambda run, name: fleet), mock.patch.object(sglang_gpu.time, "sleep"):
             sglang_gpu.memory_of(run, "m")
         self.assertEqual((rows[0]["value"], rows[0]["peer"]), (10.0, 60.0))

@@ -303,6 +303,32 @@ class Rows(unittest.TestCase):
                 run.samples.keep("kv_goodput", "1 static", {**self.ONE, "load": other})
                 self.assertEqual(kv_gpu.goodput_sample(run, 1.0, "static") is not None, other == load)
 
+    def test_no_rate_is_begun_that_cannot_end(self):
+        """The first one is, as far as it goes; of another one all policies, or none."""
+        with tempfile.TemporaryDirectory() as folder:
+            run, done = self.run_in(folder), []
+            run.arguments.rates, run.fleet = [1.0, 2.0], types.SimpleNamespace(servers=lambda: [])
+            run.end = time.monotonic() + 2.5 * (run.sizes.seconds + run.sizes.patience)
+            with mock.patch.object(kv_gpu.Run, "system", lambda self, pool: self.fleet), mock.patch.object(kv_gpu, "alone_times", return_value={}), mock.patch.object(kv_gpu, "replayed"), \
+                 mock.patch.object(kv_gpu, "measure_policy", lambda run, fleet, policy, rate, *_: done.append((rate, policy)) or dict(self.ONE)):
+                with self.assertRaises(sglang_gpu.OutOfTime):
+                    kv_gpu.step_goodput(run)
+            self.assertEqual(done, [(1.0, policy) for policy in kv_gpu.POLICIES])
+
+    def test_again_measures_what_is_there(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            (folder / "base").mkdir(), (folder / "out").mkdir()
+            sglang_gpu.Samples(folder / "base", None).keep("kv_neighbour", "ours", {"alone": 1})
+            for again in (False, True):
+                samples = sglang_gpu.Samples(folder / "out", None, folder / "base", again)
+                self.assertEqual((samples.get("kv_neighbour", "ours"), samples.wanted("kv_neighbour", "ours")), ({"alone": 1}, again))
+                self.assertTrue(samples.wanted("kv_neighbour", "kvcached"))
+            self.assertEqual(list((folder / "out").iterdir()), [])  # nothing that would be taken for newer
+            samples.keep("kv_neighbour", "ours", {"alone": 2})
+            self.assertFalse(samples.wanted("kv_neighbour", "ours"))
+            self.assertTrue((folder / "out" / "sglang_kv_neighbour.samples").exists())
+
     def test_another_pool_is_another_system(self):
         with tempfile.TemporaryDirectory() as folder:
             run = self.run_in(folder)
@@ -336,6 +362,13 @@ class Rows(unittest.TestCase):
             kv_gpu.cold_rows(run)
             self.assertAlmostEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["value"], 10.0)
             self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["target"], ">= 1")
+            row = run.book.rows["kv.cold.rate0.8.static.tbt_p99_ms"]
+            self.assertEqual((row["value"], row["peer"]), (20.0, 200.0))
+            run.samples.keep("kv_cold_static", "0.8", {**slow, "tbt": [0.01] * 98 + [0.4] * 2, "at": ["abc", "a day"]})  # measured again
+            kv_gpu.cold_rows(run)
+            row = run.book.rows["tbt.cold_models.p99_static_ratio"]
+            self.assertAlmostEqual(row["value"], 20.0)
+            self.assertIn("peer of a day, commit abc", row["note"])
             self.assertFalse(run.book.has("tbt.cold_models.p99_kvcached_ratio"))
 
     def test_a_peer_that_does_not_run_is_no_win(self):
@@ -508,12 +541,25 @@ class Traffic(unittest.TestCase):
 class Cold(unittest.TestCase):
     def test_ours_is_elastic(self):
         started = {}
-        run = types.SimpleNamespace(samples=types.SimpleNamespace(get=lambda *_: None), sizes=types.SimpleNamespace(cold_kv_tokens=1),
+        run = types.SimpleNamespace(samples=types.SimpleNamespace(wanted=lambda *_: True), sizes=types.SimpleNamespace(cold_kv_tokens=1),
                                     real=lambda name, tokens: name, start=lambda name, **what: started.update(what) or 1 / 0)  # fmt: skip
         with self.assertRaises(ZeroDivisionError):
             sglang_gpu.cold_side(run, "ours", [0.8], [])
         self.assertEqual(started["kv_policy"], "deadline")
 
+    def test_the_static_split_is_measured_once(self):
+        """What benches/kv_gpu.py found of it serves here, where the load is the same."""
+        trace = pathlib.Path("t.csv")
+        with tempfile.TemporaryDirectory() as folder:
+            run = types.SimpleNamespace(samples=sglang_gpu.Samples(pathlib.Path(folder), None), sizes=sglang_gpu.Sizes(False),
+                                        arguments=types.SimpleNamespace(trace=trace), real=lambda *_: 1 / 0)  # fmt: skip
+            load = sglang_gpu.cold_load_words(run, trace, sglang_gpu.COLD)
+            run.samples.keep("kv_cold_static", "0.8", {"tbt": [0.1], "load": ["other", *load[1:]]})
+            with self.assertRaises(ZeroDivisionError):
+                sglang_gpu.cold_side(run, "static", [0.8], [])
+            run.samples.keep("kv_cold_static", "0.8", {"tbt": [0.1], "load": load})
+            sglang_gpu.cold_side(run, "static", [0.8], [])
+            self.assertEqual(run.samples.get("cold_static", "0.8")["kv"], "filled its GPU")
 
 
 if __name__ == "__main__":
