@@ -11,7 +11,7 @@ Steps, in this order where none are named, and the seconds that they take on two
     history    25  the same requests, one at a time, in steady memory and while all KV Caches shrink and grow: the same
                    tokens, decode and prefill graphs on
     longest    60  one request of 64K tokens, far above its static share, while the others idle; they wake
-    cold       75  the three at some requests/s each, 50 s a rate: TBT that `kvcached` and `static` are compared with
+    cold       90  the three at some requests/s each, 35 s of load a rate: TBT that `kvcached` and `static` are compared with
     daemon     25  kill -9 of the daemon while memory moves: all ends, nothing is left
     goodput   110  a shifting load of the trace's halves for each policy: static split, elastic in order of arrival,
                    elastic with deadlines; 110 s a rate
@@ -34,7 +34,6 @@ printed as failed. `--rehearse` takes the same way with small checkpoints on CPU
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
@@ -54,7 +53,8 @@ import sglang_gpu
 import sglang_models
 import sglang_servers
 import svg
-from sglang_gpu import OutOfTime, burst, check_graphs
+from kv_pool import begin_system, group_of, set_policy, settle, trim, warm
+from sglang_gpu import OutOfTime, burst, check_graphs, place
 from sglang_servers import Fleet, Model, harness
 
 ORDER = ("neighbour", "history", "longest", "cold", "daemon", "goodput", "kvcached", "static", "kills", "driver")
@@ -62,7 +62,6 @@ MODELS = sglang_gpu.COLD
 QWEN, GLM, DEEPSEEK = MODELS
 # Who plays which part, in the order in which one is taken in another's place.
 LONG, BUSY, ALONE = (DEEPSEEK, GLM, QWEN), (DEEPSEEK, GLM, QWEN), (QWEN, GLM, DEEPSEEK)
-PLACES = {QWEN: 0, DEEPSEEK: 0, GLM: 1}  # GPU of a plain server
 # Of which half of the trace, and where in it to begin.
 SOURCES = {QWEN: ("conv", 0.0), GLM: ("code", 0.0), DEEPSEEK: ("conv", 0.5)}
 # Of a pool: 64K tokens of DeepSeek-V2-Lite beside the floors of the others, of GLM-4.7-Flash where the other is not
@@ -72,8 +71,8 @@ POOL, GLM_POOL = 2560 << 20, 4 << 30
 GOODPUT_POOL = 704 << 20
 LATER_S = {"cold": 55, "daemon": 60}  # that a step needs which follows `goodput`
 POLICIES = ("static", "arrival", "deadline")
-SETTLE_S = 20
 LEFT_MIB = 64
+WARM_S = 10  # kernels compiled at first use, prompts alone
 # Steps of an operation in a rank, and at which passage it dies there. The first grow and its completion are those
 # of the floor.
 VICTIMS = (("kv.rank.demanded", 1), ("kv.rank.grown", 2), ("kv.rank.withdrawn", 1), ("kv.rank.released", 1), ("kv.rank.completed", 2))
@@ -115,11 +114,11 @@ class Run(sglang_gpu.Run):
         self.host = sglang_servers.Cpus() if arguments.rehearse else sglang_servers.Gpus(arguments.site, arguments.caches)
         self.host.peer = arguments.peer
         self.end, self.fleet, self.failures = time.monotonic() + arguments.budget, None, []
-        self.start_s = sglang_gpu.START_S
         self.names = [name for name in MODELS if name in arguments.models]
         self.eager_prefill = set()
         self.fit_pool()
         self.samples = sglang_gpu.kept_samples(arguments)
+        self.start_s = sglang_gpu.start_seconds(self.samples)
         name = "kv_rehearsal.json" if arguments.rehearse else "kv_gpu.json"
         before = arguments.resume and arguments.resume / name
         self.book = sglang_gpu.Book(arguments.out / name, self.host.describe(), before, planned_rows(arguments), "kv_gpu", arguments.again)
@@ -143,7 +142,7 @@ class Run(sglang_gpu.Run):
         """The three models on one pool, of `pool` bytes where it is another than that of most steps; the running system,
         where it runs."""
         pool = pool or self.sizes.pool
-        fleet_name = "kv-ours" if pool == self.sizes.pool else "kv-goodput"
+        fleet_name = self.fleet_name(pool)
         fresh = self.fleet is None or self.fleet.name != fleet_name
         while True:
             models = [self.model(name) for name in self.names]
@@ -155,6 +154,14 @@ class Run(sglang_gpu.Run):
         if fresh:
             begin_system(self, fleet)
         return fleet
+
+    def start_left(self, pool):
+        """Seconds that system(pool) takes before it serves."""
+        running = self.fleet is not None and self.fleet.name == self.fleet_name(pool)
+        return 0 if running else self.start_s + WARM_S
+
+    def fleet_name(self, pool):
+        return "kv-ours" if pool == self.sizes.pool else "kv-goodput"
 
     def without(self, error):
         """Gives up the model whose server ended before it was ready, if it was that; before, the prefill graphs of
@@ -207,70 +214,6 @@ def planned_rows(arguments):
     rows += [f"kv.cold.rate{rate:g}.{peer}_p99_ratio" for rate in arguments.cold_rates for peer in ("kvcached", "static")]
     rows += [f"kv.longest.{name}.capacity_tokens" for name in MODELS]
     return rows + ["kv.kill.wrong_tokens", "kv.kill.lost_bytes", "kv.kill.atnagent_left_mib", "kv.kill.daemon_left_mib"]
-
-
-# ---- the system on one pool --------------------------------------------------------------------------------
-def group_of(books, name):
-    return next(group for group in books["groups"] if group["model"] == name)
-
-
-def settle(fleet, condition, what, limit=SETTLE_S):
-    return harness.wait_until(lambda: condition(fleet.books()), limit, what, 0.05)
-
-
-def at_floors(books):
-    return all(g["backed"]["tokens"] <= g["floor"]["tokens"] and not g["demand"] for g in books["groups"])
-
-
-def trim(fleet):
-    """Everything back but the floors."""
-    fleet.kv("trim", "--all")
-    settle(fleet, at_floors, "all KV Caches are at their floors")
-
-
-def begin_system(run, fleet):
-    sizes = run.sizes
-    settle(fleet, lambda books: all(pool["formed"] for pool in books["pools"]), "the pool is formed", 30)
-    check_graphs(run, fleet.servers())
-    books = fleet.books()
-    fleet.first = {g["model"]: (g["floor"]["tokens"], g["ceiling"]["tokens"]) for g in books["groups"]}
-    fleet.policy = "deadline"
-    print(f"    pool of {books['pools'][0]['bytes'] / 2**20:.0f} MiB; floor, ceiling, equal share in tokens: "
-          + ", ".join(f"{m} {low}, {high}, {kv_load.shares(books)[m]}" for m, (low, high) in fleet.first.items()), flush=True)
-    most = min(high for _, high in fleet.first.values())
-    warm(run, fleet.servers(), min(sizes.cold_prompt, sizes.context - 40, most - 40))
-    trim(fleet)
-
-
-def warm(run, servers, most):
-    """Kernels that are compiled at first use, and activations of the largest pieces, on all servers at once."""
-
-    def one(server):
-        for batch, context in ((1, 16), (4, run.sizes.contexts[0]), (1, most)):
-            burst(server, batch, context, 4, "warm")
-
-    harness.together([lambda server=server: one(server) for server in servers], 600)
-
-
-def set_policy(fleet, policy):
-    """While the system serves. `static`: floors and ceilings are equal shares of the pool."""
-    if fleet.policy == policy:
-        return
-    if fleet.policy == "static":
-        shares = kv_load.shares(fleet.books())
-        for name, (floor, _) in fleet.first.items():
-            fleet.kv("set", name, "--floor", str(min(floor, shares[name])))
-        for name, (floor, ceiling) in fleet.first.items():
-            fleet.kv("set", name, "--floor", str(floor), "--ceiling", str(ceiling))
-    trim(fleet)
-    if policy == "static":
-        for name, tokens in kv_load.shares(fleet.books()).items():
-            fleet.kv("set", name, "--floor", str(tokens), "--ceiling", str(tokens))
-        shares = kv_load.shares(fleet.books())
-        settle(fleet, lambda books: all(g["backed"]["tokens"] == shares[g["model"]] for g in books["groups"]), "all have their shares")
-    else:
-        fleet.kv("policy", policy)
-    fleet.policy = policy
 
 
 # ---- longest -----------------------------------------------------------------------------------------------
@@ -434,11 +377,12 @@ def step_neighbour(run):
 def neighbour_rows(run):
     ours, peer = (run.samples.get("kv_neighbour", side) for side in ("ours", "kvcached"))
     fresh = any(kind == "kv_neighbour" for kind, _ in run.samples.fresh)
-    if not ours or (not fresh and run.book.rows.get("tbt.neighbour.growth", {}).get("peer") is not None):
+    if not ours or not (fresh or run.book.lacks("tbt.neighbour.growth") or (peer and run.book.rows["tbt.neighbour.growth"]["peer"] is None)):
         return
     words = f"{run.who(ALONE)}, 1 stream of {run.sizes.contexts[0]} tokens, beside {run.who(BUSY)} with {run.sizes.busy_streams}; TBT P50 {ours['alone'] * 1e3:.2f} and {ours['beside'] * 1e3:.2f} ms"
     if peer:
-        words += f"; kvcached, both on one GPU: {peer['alone'] * 1e3:.2f} and {peer['beside'] * 1e3:.2f} ms"
+        words += f"; kvcached, both on one GPU, without prefill graphs and MPS: {peer['alone'] * 1e3:.2f} and {peer['beside'] * 1e3:.2f} ms"
+    words += results.kept(ours=run.samples.at("kv_neighbour", "ours"), peer=run.samples.at("kv_neighbour", "kvcached"))
     run.book.add(results.row("tbt.neighbour.growth", ours["beside"] / ours["alone"], "ratio", target="<= 1.2",
                              peer=peer["beside"] / peer["alone"] if peer else None, note=words))
 
@@ -453,24 +397,31 @@ def measure_cold(run, side, servers):
             continue
         run.need(run.sizes.cold_seconds + 20, f"cold models at {rate:g} requests/s")
         one = sglang_gpu.cold_summary(sglang_gpu.cold_load(run, servers, rate, lengths))
+        check_graphs(run, servers)  # a peer outside its graphs is slow by itself
         one["load"] = sglang_gpu.cold_load_words(run, path, [server.model.name for server in servers])
-        one["at"] = [results.commit(), datetime.date.today().isoformat()]
+        one["context"] = run.sizes.context
         run.samples.keep(f"kv_cold_{side}", f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {kv_load.quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {kv_load.quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P99 {kv_load.quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
+        cold_rows(run)  # the next rate may not fit
     cold_rows(run)
+
+
+def cold_sample(run, side, rate):
+    one = run.samples.get(f"kv_cold_{side}", f"{rate:g}")
+    return one and {**one, "at": run.samples.at(f"kv_cold_{side}", f"{rate:g}")}
 
 
 def cold_rows(run):
     for rate in run.arguments.cold_rates:
-        ours = run.samples.get("kv_cold_ours", f"{rate:g}")
+        ours = cold_sample(run, "ours", rate)
         for peer in ("kvcached", "static"):
-            theirs = run.samples.get(f"kv_cold_{peer}", f"{rate:g}")
+            theirs = cold_sample(run, peer, rate)
             metric = f"kv.cold.rate{rate:g}.{peer}_p99_ratio"
             fresh = any((f"kv_cold_{side}", f"{rate:g}") in run.samples.fresh for side in ("ours", peer))
             if ours and theirs and ours["load"] != theirs["load"]:
                 print(f"    {peer} at {rate:g}: measured with another load ({theirs['load']}, ours {ours['load']}), no ratio", flush=True)
-            elif ours and theirs and (fresh or not run.book.has(metric)):
+            elif ours and theirs and (fresh or run.book.lacks(metric)):
                 rows = kv_load.ratio_rows(rate, peer, ours, theirs, run.sizes.pool)
                 run.book.add(*rows)
                 if rate == run.arguments.cold_rates[0]:
@@ -479,6 +430,10 @@ def cold_rows(run):
 
 
 def step_cold(run):
+    wanted = [("kv_capacity", "ours"), *(("kv_cold_ours", f"{rate:g}") for rate in run.arguments.cold_rates)]
+    if not any(run.samples.wanted(*key) for key in wanted):
+        cold_rows(run)
+        return
     fleet = run.system()
     set_policy(fleet, "deadline")
     run.samples.keep("kv_capacity", "ours", {m: high for m, (_, high) in fleet.first.items()})
@@ -501,9 +456,9 @@ def fixed_tokens(run):
     plan = probe.plan()
     found = {}
     for name in MODELS:
-        here = [m for m in plan["models"] if PLACES[m["id"]] == PLACES[name]]
+        here = [m for m in plan["models"] if place(m["id"]) == place(name)]
         weights = sum(m["ffn_shard_bytes"] + m["attention_bytes"] for m in here)
-        rest = total[PLACES[name]] * 2**20 * 0.95 - weights - len(here) * run.arguments.engine_gib * 2**30
+        rest = total[place(name)] * 2**20 * 0.95 - weights - len(here) * run.arguments.engine_gib * 2**30
         mine = next(m for m in here if m["id"] == name)
         found[name] = int(rest / len(here) / (mine["kv_bundle_bytes"] / mine["kv_bundle_tokens"]))
         harness.check(found[name] > 20000, f"{name}: no room for a fixed KV Cache on its GPU")
@@ -512,8 +467,12 @@ def fixed_tokens(run):
 
 def plain_side(run, side):
     """Starts, measures; a peer that does not run is told so."""
-    if not any(run.samples.wanted(f"kv_cold_{side}", f"{rate:g}") for rate in run.arguments.cold_rates):
+    wanted = [(f"kv_cold_{side}", f"{rate:g}") for rate in run.arguments.cold_rates]
+    wanted += [("kv_neighbour", side)] if side == "kvcached" else []
+    if not any(run.samples.wanted(*key) for key in wanted):
         cold_rows(run)
+        neighbour_rows(run)
+        capacity_rows(run)
         return
     models = [run.model(name) for name in MODELS]
     if side == "static":
@@ -522,17 +481,20 @@ def plain_side(run, side):
             model.kv_tokens = tokens[model.name]
     gpus = run.host.both[0]
     try:
-        fleet = run.start(f"kv-{side}", vanilla=[(m, [gpus[PLACES[m.name]]]) for m in models],
+        fleet = run.start(f"kv-{side}", vanilla=[(m, [gpus[place(m.name)]]) for m in models],
                           plain="kvcached" if side == "kvcached" else "vanilla")
         servers = fleet.vanilla
         if side == "kvcached":
             check_patched(servers)
+        check_graphs(run, list(servers.values()))
         run.samples.keep("kv_capacity", side, {name: capacity(server) for name, server in servers.items()})
         warm(run, list(servers.values()), min(run.sizes.cold_prompt, run.sizes.context - 40))
         measure_cold(run, side, list(servers.values()))
-        if side == "kvcached":
+        if side == "kvcached" and run.samples.wanted("kv_neighbour", side):
             run.need(20, "a busy neighbour")
-            run.samples.keep("kv_neighbour", side, growth(run, servers))
+            found = growth(run, servers)
+            check_graphs(run, list(servers.values()))
+            run.samples.keep("kv_neighbour", side, found)
             neighbour_rows(run)
     except (harness.Failed, OSError, RuntimeError, ValueError, KeyError) as error:
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -574,12 +536,15 @@ def capacity_rows(run):
     for name in MODELS:
         mine = (by["whole"] or by["ours"] or {}).get(name)
         peers = {side: by[side][name] for side in ("kvcached", "static") if by[side]}
-        if mine and peers:
+        told = ["whole" if by["whole"] else "ours", *peers]
+        metric = f"kv.longest.{name}.capacity_tokens"
+        if mine and peers and (run.book.lacks(metric) or any(("kv_capacity", side) in run.samples.fresh for side in told)):
             words = ", ".join(f"{side} {tokens}" for side, tokens in peers.items())
             more = "as planned for the whole GPU, not run at that size" if by["whole"] else "as it ran"
-            run.book.add(results.row(f"kv.longest.{name}.capacity_tokens", mine, "tokens", peer=peers.get("kvcached"), target=">= peer",
+            run.book.add(results.row(metric, mine, "tokens", peer=peers.get("kvcached"), target=">= peer",
                                      note=f"memory for one context, {more}; peers by their own words: {words}; the model itself allows "
-                                     f"{sglang_models.facts(run.real(name).path)['max_position_embeddings']}"))
+                                     f"{sglang_models.facts(run.real(name).path)['max_position_embeddings']}"
+                                     + results.kept(**{side if side in peers else "ours": run.samples.at("kv_capacity", side) for side in told})))
 
 
 # ---- goodput -------------------------------------------------------------------------------------------------
@@ -676,18 +641,26 @@ def goodput_load(run):
     return [path.name if path else "rehearsal", sizes.scale, sizes.seconds, sizes.goodput_pool, *sorted(run.names)]
 
 
+def cell_seconds(run, todo, number):
+    """That have to be left for this one. A rate without all of its policies says nothing: but for the first, none is
+    begun that has not the time for the rest, and for the steps that follow."""
+    rate, first = todo[number][0], todo[number][0] == run.arguments.rates[0]
+    rest = 1 if first else sum(other == rate for other, _ in todo[number:])
+    later = 0 if first else sum(LATER_S.get(step, 0) for step in following(run))
+    return rest * (run.sizes.seconds + run.sizes.patience) + 10 + later
+
+
 def step_goodput(run):
     todo = [(rate, policy) for rate in run.arguments.rates for policy in POLICIES
             if not goodput_sample(run, rate, policy) or run.samples.wanted("kv_goodput", f"{rate:g} {policy}")]  # fmt: skip
     try:
         if todo:
-            trace, fleet = traces(run), run.system(run.sizes.goodput_pool)
+            pool = run.sizes.goodput_pool
+            run.need(run.start_left(pool) + cell_seconds(run, todo, 0), f"{todo[0][1]} at {todo[0][0]:g} requests/s")
+            trace, fleet = traces(run), run.system(pool)
             points = run.samples.keep("kv_goodput_alone", "ours", alone_times(run, fleet, trace))
-        for rate, policy in todo:
-            # A rate without all of its policies says nothing: none is begun that has not the time for the rest.
-            rest = sum(other == rate for other, _ in todo[todo.index((rate, policy)) :]) if rate != run.arguments.rates[0] else 1
-            later = sum(LATER_S.get(step, 0) for step in following(run)) if rate != run.arguments.rates[0] else 0
-            run.need(rest * (run.sizes.seconds + run.sizes.patience) + 10 + later, f"{policy} at {rate:g} requests/s")
+        for number, (rate, policy) in enumerate(todo):
+            run.need(cell_seconds(run, todo, number), f"{policy} at {rate:g} requests/s")
             one = {**measure_policy(run, fleet, policy, rate, trace, points), "load": goodput_load(run)}
             run.samples.keep("kv_goodput", f"{rate:g} {policy}", one)
             run.book.add(*kv_load.policy_rows(rate, policy, one, run.sizes.targets))
@@ -710,13 +683,16 @@ def goodput_rows(run):
     for rate in run.arguments.rates:
         by = {policy: goodput_sample(run, rate, policy) for policy in POLICIES}
         for other in POLICIES[:2]:
-            if by["deadline"] and by[other]:
+            metric = f"kv.goodput.rate{rate:g}.deadline_{other}_ratio"
+            keys = {policy: ("kv_goodput", f"{rate:g} {policy}") for policy in ("deadline", other)}
+            if by["deadline"] and by[other] and (run.book.lacks(metric) or run.samples.fresh.intersection(keys.values())):
                 target = "> 1" if other == "static" and rate == run.arguments.rates[0] else ">= 1"
-                run.book.add(results.row(f"kv.goodput.rate{rate:g}.deadline_{other}_ratio", by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
+                run.book.add(results.row(metric, by["deadline"]["goodput"] / max(by[other]["goodput"], 1e-9),
                                          "ratio", peer=by[other]["goodput"], target=target,
-                                         note=f"at {rate:g} requests/s each, prompts {run.sizes.scale:g} times the trace's, a pool of {run.sizes.goodput_pool / 2**20:g} MiB; prefill alone takes "
+                                         note=f"one load of {run.sizes.seconds:g} s, {by['deadline']['asked']} requests, at {rate:g} requests/s each, prompts {run.sizes.scale:g} times the trace's, a pool of {run.sizes.goodput_pool / 2**20:g} MiB; prefill alone takes "
                                          f"{by['deadline']['prefill_fraction']:.2f} of the time, {other} {by[other]['prefill_fraction']:.2f}; "
-                                         f"refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"))
+                                         f"refused, cut or unfinished {missed(by['deadline'])}, {other} {missed(by[other])}"
+                                         + results.kept(**{policy: run.samples.at(*key) for policy, key in keys.items()})))
     plots(run)
     run.book.write()
 
@@ -932,6 +908,7 @@ def parse(words=None):
     parser.add_argument("--only", default=",".join(ORDER), help="steps, in the order in which they are to run")
     parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True, help="keep the rows of an earlier run in this folder (default: OUT)")
     parser.add_argument("--again", action="store_true", help="with --resume: measure also what is there; other rows are kept")
+    parser.add_argument("--renew", dest="again", action="store_const", const=sglang_gpu.RENEW, help="the same, but for what is of this commit")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--trace", type=pathlib.Path, help="CSV of the Azure trace's conversations; that of the code is beside it")
     parser.add_argument("--models", default=",".join(MODELS), help="of one system (default: all)")

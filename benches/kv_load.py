@@ -236,13 +236,14 @@ def policy_rows(rate, policy, one, targets):
     name = f"rate{rate:g}.{policy}"
     seen = f"{one['samples']} samples of memory from outside, {one['missed']} missed"
     grown = f"; {one['grown'] / 2**20:.0f} MiB that engines took for good meanwhile are left out" if one["grown"] else ""
+    whole = one["good"] + one["late"]
     times = [
-        results.row(f"kv.{key}.{name}.p99", one[key][1], "ms", note=f"P50 {one[key][0]:.2f}; of what was served whole")
+        results.row(f"kv.{key}.{name}.p99", one[key][1], "ms", note=f"P50 {one[key][0]:.2f}; of what was served whole{results.few(whole) if key == 'ttft' else ''}")
         for key in ("ttft", "tbt") if one[key][1] == one[key][1]
     ]  # fmt: skip
     late = f"of {one['late']} late {one['late_first']} by the first token, {one['late_between']} by the time between tokens, {one['late_alone']} would be late alone"
     return [
-        results.row(f"kv.goodput.{name}", one["goodput"], "requests/s", peer=one["offered"], note=f"{counts(one)}; peer: offered; targets TTFT/TBT in ms: {named}"),
+        results.row(f"kv.goodput.{name}", one["goodput"], "requests/s", peer=one["offered"], note=f"{counts(one)}; one load, a pool of {one['pool'] / 2**20:.0f} MiB; peer: offered; targets TTFT/TBT in ms: {named}"),
         results.row(f"kv.goodput.{name}.refused_or_late", one["refused"] + one["cut"] + one["late"] + one["unfinished"], "requests", note=f"of {one['asked']}"),
         results.row(f"kv.goodput.{name}.prefill_fraction", one["prefill_fraction"], "fraction",
                     note=f"{one['prefill_tokens']} prompt tokens served, {one['prefill_tokens'] / one['took']:.0f} a second; alone their prefill takes "
@@ -254,20 +255,23 @@ def policy_rows(rate, policy, one, targets):
 
 def ratio_rows(rate, peer, ours, theirs, pool):
     """Of cold models at `rate`: the peer's P99 over ours, of TBT and TTFT, then what each is, ours beside the peer's.
-    `pool`: bytes of ours."""
+    `pool`: bytes of ours. Where a side says by "at" that it is of another commit or day, each row does."""
     found, times = [], []
-    words = {"kvcached": "SGLang with kvcached 0.1.6", "static": "plain SGLang, fixed KV Caches that fill their GPU"}[peer]
-    kept = "".join(f"; {who} of {side['at'][1]}, commit {side['at'][0]}" for who, side in (("ours", ours), ("peer", theirs)) if side.get("at"))
+    words = {"kvcached": "SGLang with kvcached 0.1.6, without prefill graphs", "static": "plain SGLang, fixed KV Caches that fill their GPU"}[peer]
+    words += ", without MPS"
+    kept = results.kept(ours=ours.get("at"), peer=theirs.get("at"))
     for key, name in (("tbt", f"{peer}_p99_ratio"), ("ttft", f"{peer}_ttft_p99_ratio")):
         mine, other = (quantile(side[key], 0.99) for side in (ours, theirs))
         half, half_other = (quantile(side[key], 0.5) for side in (ours, theirs))
-        note = f"{key.upper()} P99 of three cold models at {rate:g} requests/s each: {other * 1e3:.2f} ms over {mine * 1e3:.2f} ms; P50 {half_other * 1e3:.2f} and {half * 1e3:.2f}; "
+        largest = results.few(len(theirs[key]), len(ours[key]))
+        note = f"{key.upper()} P99{largest} of three cold models at {rate:g} requests/s each: {other * 1e3:.2f} ms over {mine * 1e3:.2f} ms; P50 {half_other * 1e3:.2f} and {half * 1e3:.2f}; "
         note += f"peer: {words}, two GPUs; ours: a pool of {pool / 2**20:.0f} MiB; unfinished: {theirs['unfinished']} of {theirs['asked']}, ours {ours['unfinished']} of {ours['asked']}{kept}"
         found.append(results.row(f"kv.cold.rate{rate:g}.{name}", other / mine, "ratio", note=note))
         each = ", ".join(f"{m} {ours['by'][m][key == 'ttft'] * 1e3:.1f} (peer {theirs['by'][m][key == 'ttft'] * 1e3:.1f})" for m in ours.get("by", {}))
-        about = f"of {len(ours[key])}, peer of {len(theirs[key])}; peer: {words}"
+        about = f"of {len(ours[key])}, peer of {len(theirs[key])}; peer: {words}{kept}"
         times += [results.row(f"kv.cold.rate{rate:g}.{peer}.{key}_p50_ms", half * 1e3, "ms", peer=half_other * 1e3, note=about),
-                  results.row(f"kv.cold.rate{rate:g}.{peer}.{key}_p99_ms", mine * 1e3, "ms", peer=other * 1e3, note=f"{about}{'; P99 of each: ' if each else ''}{each}")]  # fmt: skip
+                  results.row(f"kv.cold.rate{rate:g}.{peer}.{key}_p99_ms", mine * 1e3, "ms", peer=other * 1e3, note=f"{about}{'; ' if each or largest else ''}P99{largest}{' of each: ' if each else ''}{each}"
+                              if each or largest else about)]  # fmt: skip
     return found + times
 
 

@@ -31,8 +31,36 @@ def commit():
     # A copy of the tree whose history is another's or none is told which commit it is.
     if os.environ.get("XPOOL_COMMIT"):
         return os.environ["XPOOL_COMMIT"]
-    out = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    return out.stdout.strip() if out.returncode == 0 else "unknown"
+    out = git("describe", "--always")
+    # What benchmarks write themselves makes no other program of it.
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!README.md")
+    if out is None or changed is None:
+        return "unknown"
+    return out + ("-dirty" if changed else "")
+
+
+def git(*words):
+    """Its output, stripped; None where it fails."""
+    out = subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return out.stdout.strip() if out.returncode == 0 else None
+
+
+def here():
+    """What is measured now is of this commit and day."""
+    return [commit(), datetime.date.today().isoformat()]
+
+
+def kept(**sides):
+    """Words for a note: which of the sides, {who: [commit, day]}, are of another commit or day than this run's;
+    None where that is not known."""
+    now = here()
+    return "".join(f"; {who} of {at[1]}, commit {at[0]}" for who, at in sides.items() if at and list(at) != now)
+
+
+def few(*counts):
+    """Words for a note on a P99: of a hundred values or less it is the largest."""
+    words = [f"the largest of {count}" if count <= 100 else f"of {count}" for count in counts]
+    return f" ({' and '.join(words)})" if min(counts) <= 100 else ""
 
 
 def command(words=None):

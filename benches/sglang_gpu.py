@@ -22,7 +22,7 @@ Steps, in this order where none are named:
 
 A row is written to OUT/sglang_gpu.json as soon as it is known; what has not been run stands there without a
 value. `--resume` keeps the rows of such a file, with their commit and date, and measures only what has none;
-`--again` measures what the named steps give once more. `--budget` stops in order when
+`--again` measures what the named steps give once more, `--renew` what of that is of another commit. `--budget` stops in order when
 the time is over. The run fails when SGLang has not captured its graphs, when its log tells of a decode step
 outside them, or when the Instances count a call outside graphs in decode, or none in graphs.
 
@@ -31,6 +31,7 @@ outside them, or when the Instances count a call outside graphs in decode, or no
 """
 
 import argparse
+import collections
 import csv
 import datetime
 import json
@@ -69,13 +70,23 @@ from sglang_tokens import (
 ORDER = ("latency", "memory", "tokens", "kill", "cold", "layouts", "float32", "spread", "padded", "more")
 MODELS = ("Qwen3-30B-A3B", "Qwen3-14B", "DeepSeek-V2-Lite", "GLM-4.7-Flash")
 COLD = ("Qwen3-30B-A3B", "GLM-4.7-Flash", "DeepSeek-V2-Lite")
-PLACES = {"GLM-4.7-Flash": 1}  # GPU of a plain server where each has one of the two; the first, where none is said
+PLACES = {"GLM-4.7-Flash": 1}  # the others are on the first
 SAMPLES = results.ROOT / "docs" / "results" / "samples"
 START_S = 110  # what a start of servers of real size may take before there is a number of this run
+SPARE = 1.2  # times the last start
 ROUTERS_S = 60  # without prefill graphs
 LEAST_TOKENS = 10000
 RATIO = 3  # which of a cell's rows it is
 PREFILL_COUNTED = 65536  # prompt tokens of a burst that are computed once more to tell decode from prefill
+
+
+COLD_ELSEWHERE = "not run here; kv_gpu has the same load beside the same peer, with less memory for ours: kv.cold.*, tbt.cold_models.p99_static_ratio"
+RENEW = "renew"  # of Book and Samples: measured nevertheless, unless it is of this commit
+
+
+def place(name):
+    """The GPU of a plain server where each has one of the two."""
+    return PLACES.get(name, 0)
 
 
 class OutOfTime(Exception):
@@ -101,9 +112,14 @@ class Sizes:
         self.cold_prompt, self.cold_answer = (60, 8) if rehearse else (8192, 1024)
 
 
+def of_this_commit(commit):
+    """False where that is not to be known: changes that nobody has committed have no name."""
+    return commit == results.commit() and commit != "unknown" and not commit.endswith("-dirty")
+
+
 class Book:
     """The rows, in a file that is complete after each of them. Rows of an earlier run keep that run's commit and
-    date. `again`: they are kept, and measured nevertheless."""
+    date. `again`: they are kept, and measured nevertheless (or RENEW)."""
 
     def __init__(self, path, machine, before, planned, bench="sglang_gpu", again=False):
         self.path, self.machine, self.bench, self.again = path, machine, bench, again
@@ -124,7 +140,13 @@ class Book:
         return {**results.row(metric, 0, ""), "value": None, "note": "not run yet"}
 
     def has(self, metric):
-        return self.rows.get(metric, {}).get("value") is not None and (not self.again or metric in self.fresh)
+        if self.lacks(metric):
+            return False
+        return not self.again or metric in self.fresh or (self.again == RENEW and of_this_commit(self.rows[metric].get("commit")))
+
+    def lacks(self, metric):
+        """Nobody has measured it so far."""
+        return self.rows.get(metric, {}).get("value") is None
 
     def add(self, *rows):
         for row in rows:
@@ -134,11 +156,16 @@ class Book:
         self.write()
 
     def tell(self, step, failures, measured):
-        """What went wrong in a step; nothing clears it but the step measured anew."""
+        """What went wrong in a step. Where nothing did, it is cleared when the step has `measured` something."""
         if failures:
             self.failures[step] = failures
         elif measured:
             self.failures.pop(step, None)
+
+    def point(self, metrics, where):
+        """Says of those that nobody has measured where else the figure is."""
+        for metric in filter(self.lacks, metrics):
+            self.rows[metric] = {**self.missing(metric), "note": where}
 
     def write(self):
         data = {
@@ -160,8 +187,8 @@ class Book:
 
 class Samples:
     """What was measured of one side, kept in files of OUT so that the other may be measured in a later run. They go on
-    from those in `base`, where all_on_device puts them, and from those in `before`. `again`: they are measured
-    nevertheless."""
+    from those in `base`, where all_on_device puts them, and from those in `before`. Beside each its commit and day are
+    kept, under "at". `again`: they are measured nevertheless (or RENEW)."""
 
     def __init__(self, out, before, base=None, again=False):
         self.out, self.kinds, self.again, self.fresh = out, {}, again, set()
@@ -176,13 +203,31 @@ class Samples:
 
     def wanted(self, kind, key):
         """Whether it is to be measured."""
-        return not self.get(kind, key) or (self.again and (kind, key) not in self.fresh)
+        if not self.get(kind, key):
+            return True
+        renewed = (kind, key) in self.fresh or (self.again == RENEW and of_this_commit((self.at(kind, key) or [None])[0]))
+        return bool(self.again) and not renewed
 
-    def keep(self, kind, key, value):
-        self.kinds.setdefault(kind, {})[key] = value
+    def at(self, kind, key):
+        """[commit, day] on which it was measured; None: it is not there, or did not say."""
+        value = self.get(kind, key)
+        own = value.get("at") if isinstance(value, dict) else None
+        return own or (value and self.kinds[kind].get("at", {}).get(key))
+
+    def keep(self, kind, key, value, at=None):
+        """`at`: where it is another side's that was measured before."""
+        one = self.kinds.setdefault(kind, {})
+        one[key] = value
+        one.setdefault("at", {})[key] = at or results.here()
         self.fresh.add((kind, key))
         (self.out / f"sglang_{kind}.samples").write_text(json.dumps(self.kinds[kind], separators=(",", ":")))
         return value
+
+
+def start_seconds(samples):
+    """What a start may take: by the last one on this machine, whose samples are not those of docs/results."""
+    last = samples.get("start", "last")
+    return min(START_S, SPARE * last) if last else START_S
 
 
 def kept_samples(arguments):
@@ -200,9 +245,9 @@ class Run:
         self.end = time.monotonic() + arguments.budget
         self.fleet = None
         self.failures = []
-        self.start_s = START_S
         self.recorded = False  # whether SGLang's recorder was asked, whatever came of it
         self.samples = kept_samples(arguments)
+        self.start_s = start_seconds(self.samples)
         models = arguments.models if arguments.rehearse else MODELS
         planned = [f"{cell_name(m, c, b)}.ratio" for m in models for c in self.sizes.contexts for b in self.sizes.batches]
         planned = ["tbt.one_model.sglang_ratio", *planned]
@@ -220,6 +265,7 @@ class Run:
         else:
             machine = self.host.describe()
         self.book = Book(arguments.out / name, machine, before, planned, again=arguments.again)
+        self.book.point(["tbt.cold_models.p99_static_ratio", *(f"sglang.cold.{r:g}.tbt_p99_ms" for r in arguments.rates)], COLD_ELSEWHERE)
 
     def modes(self):
         """Of small checkpoints' servers; in a rehearsal they do not differ."""
@@ -251,7 +297,7 @@ class Run:
         running = self.fleet
         if self.begin(name, **what) is not running:
             self.fleet.ready(min(self.host.start_s, self.left() - 15))
-            self.start_s = 1.2 * (time.monotonic() - self.fleet.began)
+            self.start_s = SPARE * self.samples.keep("start", "last", round(time.monotonic() - self.fleet.began, 1))
         return self.fleet
 
     def start_most(self, name, **what):
@@ -434,19 +480,24 @@ def latency_of(run, name):
 
 
 def worst_ratio(book):
-    ratios = {m: r["value"] for m, r in book.rows.items() if m.endswith(".ratio") and m.startswith("sglang.") and book.has(m)}
-    if not any(metric in book.fresh for metric in ratios):
+    """Of the first model's cells, as far as they were measured."""
+    cells = [metric for metric in book.rows if metric.startswith(f"sglang.{MODELS[0]}.") and metric.endswith(".ratio")]
+    ratios = {metric: book.rows[metric]["value"] for metric in cells if not book.lacks(metric)}
+    if not book.fresh.intersection(ratios):
         return
     worst = max(ratios, key=ratios.get)
+    by = collections.Counter(book.rows[metric].get("commit", results.commit()) for metric in ratios)
+    commits = "; of commits: " + ", ".join(f"{commit} {count}" for commit, count in by.items()) if len(by) > 1 else ""
     book.add(results.row("tbt.one_model.sglang_ratio", ratios[worst], "ratio", target="<= 1.15",
-                         note=f"the largest of {len(ratios)} cells: {worst}; median {statistics.median(ratios.values()):.3f}"))
+                         note=f"the largest of {len(ratios)} of {len(cells)} cells: {worst}; median {statistics.median(ratios.values()):.3f}{commits}"))
 
 
 def cell_rows(metric, plain, ours, layer, layers, steps):
     rows = []
     for key, part, word in (("gaps", 0.5, "tbt_p50"), ("gaps", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50")):
         values = [quantile(side[key], part) * 1e3 for side in (ours, plain)]
-        rows.append(results.row(f"{metric}.{word}_ms", values[0], "ms", peer=values[1], note=f"of {len(ours[key])}; peer of {len(plain[key])}"))
+        largest = results.few(len(ours[key]), len(plain[key])) if part == 0.99 else ""
+        rows.append(results.row(f"{metric}.{word}_ms", values[0], "ms", peer=values[1], note=f"of {len(ours[key])}; peer of {len(plain[key])}{largest}"))
     ratio = rows[0]["value"] / rows[0]["peer"]
     rows.append(results.row(f"{metric}.ratio", ratio, "ratio", target="<= 1.15", note="TBT P50 over that of SGLang alone"))
     # Where the time of a token is.
@@ -496,15 +547,15 @@ def entry_of(fleet, name):
     return next(one for one in fleet.state()["models"] if one["id"] == name)
 
 
-def memory_rows(run, name, entry, ours, plain):
-    """Of what given_back() and SGLang's own account of loading say of each side: (GiB, GB)."""
+def memory_rows(run, name, entry, ours, plain, how=""):
+    """Of what given_back() and SGLang's own account of loading say of each side: (GiB, GB). `how`: as in ours_cell()."""
     kv_tokens = next(model.kv_tokens for model in run.fleet.models if model.name == name)
     run.book.add(
         results.row(f"sglang.memory.{name}.gib", ours[0], "GiB", peer=plain[0],
-                    note=f"memory of its GPU given back when the server ended; both with a KV Cache of {kv_tokens} tokens"),
+                    note=f"memory of its GPU given back when the server ended; both with a KV Cache of {kv_tokens} tokens{how}"),
         results.row(f"sglang.memory.{name}.attention_weights_gib", entry["attention_weight_bytes"] / 2**30, "GiB",
                     note=f"held by the Instance; {entry['ffn_weight_bytes'] / 2**30:.2f} GiB of FFN weights on the FFN side; "
-                    f"SGLang's own account of loading: {ours[1]} GB, alone {plain[1]} GB"),
+                    f"SGLang's own account of loading: {ours[1]} GB, alone {plain[1]} GB{how}"),
     )
 
 
@@ -538,10 +589,7 @@ def step_more(run):
     names = [name for name in run.arguments.models[1:] if cells_left(run, name) or not run.book.has(f"sglang.memory.{name}.gib")]
     if names:
         more_plain(run, names)
-        try:
-            more_ours(run, names)
-        finally:
-            worst_ratio(run.book)
+        more_ours(run, names)
 
 
 def plain_wanted(run, name):
@@ -553,7 +601,7 @@ def more_plain(run, names):
     if not names:
         return
     gpus = run.host.both[0]
-    fleet = run.start_most("more-plain", vanilla=[(more_model(run, name), [gpus[PLACES.get(name, 0)]]) for name in names])
+    fleet = run.start_most("more-plain", vanilla=[(more_model(run, name), [gpus[place(name)]]) for name in names])
     for name, server in list(fleet.vanilla.items()):
         try:
             check_graphs(run, [server])
@@ -566,7 +614,7 @@ def more_plain(run, names):
         except EXPECTED as error:
             run.fails(f"SGLang alone, {name}", error)
         if run.host.kind == "cuda" and run.samples.wanted("memory_plain", name) and server.process.poll() is None:
-            run.samples.keep("memory_plain", name, [given_back(run, server, PLACES.get(name, 0)), server.loaded_gb()])
+            run.samples.keep("memory_plain", name, [given_back(run, server, place(name)), server.loaded_gb()])
             del fleet.vanilla[name]
     run.stop()
 
@@ -589,14 +637,16 @@ def more_ours(run, names):
                 continue
             run.need(cell_seconds(batch, context), metric)
             plain = {key: [value / 1e6 for value in values] for key, values in plain.items()}
+            how = "; the sides one after the other, each in a start of its own" + results.kept(peer=run.samples.at("latency_plain", metric))
             try:
-                ours_cell(run, name, metric, context, batch, rounds, plain, "; the sides one after the other, each in a start of its own")
+                ours_cell(run, name, metric, context, batch, rounds, plain, how)
             except EXPECTED as error:
                 run.fails(metric, error)
     for name, server in fleet.instances.items():
         plain = run.samples.get("memory_plain", name)
         if plain and run.host.kind == "cuda" and not run.book.has(f"sglang.memory.{name}.gib") and server.process.poll() is None:
-            memory_rows(run, name, entry_of(fleet, name), (given_back(run, server, 0), server.loaded_gb()), plain)
+            how = results.kept(peer=run.samples.at("memory_plain", name))
+            memory_rows(run, name, entry_of(fleet, name), (given_back(run, server, 0), server.loaded_gb()), plain, how)
     run.stop()
 
 
@@ -662,7 +712,7 @@ def cold_side(run, side, rates, lengths):
     kind = f"cold_{side}"
     for rate in rates if side == "static" else ():
         if run.samples.wanted(kind, f"{rate:g}") and (one := shared_static(run, rate)):
-            run.samples.keep(kind, f"{rate:g}", {**one, "kv": "filled its GPU"})
+            run.samples.keep(kind, f"{rate:g}", {**one, "kv": "filled its GPU"}, run.samples.at("kv_cold_static", f"{rate:g}"))
     todo = [rate for rate in rates if run.samples.wanted(kind, f"{rate:g}")]
     if not todo:
         return
@@ -672,7 +722,7 @@ def cold_side(run, side, rates, lengths):
         servers = list(fleet.instances.values())
     else:
         gpus = run.host.both[0]
-        fleet = run.start("cold-static", vanilla=[(m, [gpus[PLACES.get(m.name, 0)]]) for m in models])
+        fleet = run.start("cold-static", vanilla=[(m, [gpus[place(m.name)]]) for m in models])
         servers = list(fleet.vanilla.values())
     check_graphs(run, servers)
     for server in servers:
@@ -682,13 +732,14 @@ def cold_side(run, side, rates, lengths):
         run.need(run.sizes.cold_seconds + 25, f"cold models at {rate:g} requests/s")
         if side == "ours":
             before = {name: fleet.counters(name) for name in COLD[:1]}
-        one = run.samples.keep(kind, f"{rate:g}", cold_summary(cold_load(run, servers, rate, lengths)))
+        one = cold_summary(cold_load(run, servers, rate, lengths))
+        check_graphs(run, servers)
         if side == "ours" and run.host.kind == "cuda":
             eager = fleet.counters(COLD[0])["rank_eager_decode_calls"] - before[COLD[0]]["rank_eager_decode_calls"]
             harness.check(eager == 0, f"{COLD[0]}: {eager} FFN calls of decode steps outside graphs")
+        run.samples.keep(kind, f"{rate:g}", one)
         print(f"    {side} at {rate:g}: {one['asked']} requests, {one['unfinished']} unfinished, TBT P50 {quantile(one['tbt'], 0.5) * 1e3:.2f} "
               f"P99 {quantile(one['tbt'], 0.99) * 1e3:.2f} ms, TTFT P50 {quantile(one['ttft'], 0.5) * 1e3:.0f} P99 {quantile(one['ttft'], 0.99) * 1e3:.0f} ms", flush=True)
-    check_graphs(run, servers)
 
 
 def step_cold(run):
@@ -711,19 +762,22 @@ def step_cold(run):
 def cold_rows(run, rates, words):
     sizes = run.sizes
     for rate in rates:
-        ours, static = (run.samples.get(f"cold_{side}", f"{rate:g}") for side in ("ours", "static"))
-        if not ours or not static:
+        keys = [(f"cold_{side}", f"{rate:g}") for side in ("ours", "static")]
+        ours, static = (run.samples.get(*key) for key in keys)
+        if not ours or not static or not (run.samples.fresh.intersection(keys) or run.book.lacks(f"sglang.cold.{rate:g}.tbt_p99_ms")):
             continue
         note = f"{ours['asked']} requests in {sizes.cold_seconds} s, Poisson, {words}, prompts up to {sizes.cold_prompt}, answers up to {sizes.cold_answer}; "
         peers = "the peer's " + static.get("kv", "fixed")
-        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, {peers}, ours elastic"
+        note += f"unfinished: ours {ours['unfinished']}, peer {static['unfinished']}; KV Caches of up to {sizes.cold_kv_tokens} tokens a model, {peers}, ours elastic; "
+        note += f"contexts of up to {sizes.context} tokens, the peer's {static.get('context', sizes.context)} or what the model itself allows; the peer without MPS"
+        note += results.kept(ours=run.samples.at(*keys[0]), peer=run.samples.at(*keys[1]))
         rows = []
         for key, part, word in (("tbt", 0.5, "tbt_p50"), ("tbt", 0.99, "tbt_p99"), ("ttft", 0.5, "ttft_p50"), ("ttft", 0.99, "ttft_p99")):
             values = [quantile(side[key], part) * 1e3 for side in (ours, static)]
             each = ""
             if part == 0.99:
                 index = 0 if key == "tbt" else 1
-                each = "; " + ", ".join(f"{m} {ours['by'][m][index] * 1e3:.1f} (peer {static['by'][m][index] * 1e3:.1f})" for m in ours["by"])
+                each = f"; P99{results.few(*(len(side[key]) for side in (ours, static)))} of each: " + ", ".join(f"{m} {ours['by'][m][index] * 1e3:.1f} (peer {static['by'][m][index] * 1e3:.1f})" for m in ours["by"])
             rows.append(results.row(f"sglang.cold.{rate:g}.{word}_ms", values[0], "ms", peer=values[1], note=note + each))
         run.book.add(*rows)
         if rate == rates[0]:
@@ -792,6 +846,7 @@ def parse():
     parser.add_argument("--resume", type=pathlib.Path, nargs="?", const=True,
                         help="keep the rows of an earlier run's file in this folder (default: OUT)")
     parser.add_argument("--again", action="store_true", help="with --resume: measure also what the earlier file has; its other rows are kept")
+    parser.add_argument("--renew", dest="again", action="store_const", const=RENEW, help="the same, but for what is of this commit")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rates", default="0.8,0.4", help="requests/s of each cold model; the first one gives the ratio")
@@ -836,20 +891,24 @@ def perform(run, steps):
     """The steps that were asked for, one after the other; the exit code."""
     arguments = run.arguments
     run.host.flags = [*run.host.flags, *arguments.flags.split()]
+    run.book.failures.pop("end", None)  # of this run
     run.book.write()
     try:
         for step in arguments.only.split(","):
-            began, before, fresh, whole = time.monotonic(), len(run.failures), len(run.book.fresh), True
+            began, before, fresh = time.monotonic(), len(run.failures), len(run.book.fresh)
             print(f"=== {step}: {run.left():.0f} s left" if arguments.budget < 1e8 else f"=== {step}", flush=True)
             try:
                 steps[step](run)
             except OutOfTime as over:
-                print(f"    stops: {over}", flush=True)
-                whole = False  # a shorter step may still fit
+                print(f"    stops: {over}", flush=True)  # a shorter step may still fit
             except (harness.Failed, OSError, ValueError, KeyError, RuntimeError, subprocess.SubprocessError) as error:
                 run.fails(step, error)
                 run.stop()
-            run.book.tell(step, run.failures[before:], whole and len(run.book.fresh) > fresh)
+            except BaseException as error:  # a fault of this program, or its end from outside
+                run.fails(step, error)
+                run.book.tell(step, run.failures[before:], False)
+                raise
+            run.book.tell(step, run.failures[before:], len(run.book.fresh) > fresh)
             print(f"    {step}: {time.monotonic() - began:.0f} s", flush=True)
     finally:
         before = len(run.failures)

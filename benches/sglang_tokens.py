@@ -36,8 +36,9 @@ def check_graphs(run, servers):
         captured = server.captured()
         harness.check("cuda" in captured, f"{server.name()}: SGLang did not report a captured decode graph\n{server.tail()}")
         # Where they were left out after a capture that ended a server, that has been counted.
-        if "piecewise" not in captured and server.model.dp == 1 and NO_PREFILL_GRAPHS not in server.model.more:
-            run.failures.append(f"{server.name()}: no piecewise prefill graph was captured")
+        missing = f"{server.name()}: no piecewise prefill graph was captured"
+        if "piecewise" not in captured and server.model.dp == 1 and NO_PREFILL_GRAPHS not in server.arguments and missing not in run.failures:
+            run.failures.append(missing)
         eager = server.batches().get(("Decode", False), 0)
         harness.check(eager == 0, f"{server.name()}: {eager} lines of the log tell of decode steps outside graphs")
 
@@ -222,18 +223,21 @@ def float32_rows(metric, judged):
 
 def step_float32(run):
     """Of what `tokens` and `layouts` have kept; needs no server and no GPU."""
-    for metric, (checkpoint, mode, name, ours) in run.samples.kinds.get("ours", {}).items():
+    for metric in [key for key in run.samples.kinds.get("ours", {}) if key != "at"]:
+        checkpoint, mode, name, ours = run.samples.get("ours", metric)
         plain = run.samples.get("tokens", name)
         if plain and not run.book.has(f"{metric}.float32_worse"):
-            third_party(run, metric, run.small(checkpoint, mode).path, plain, ours)
+            how = results.kept(ours=run.samples.at("ours", metric), peer=run.samples.at("tokens", name))
+            third_party(run, metric, run.small(checkpoint, mode).path, plain, ours, how)
 
 
-def third_party(run, metric, path, plain, ours):
+def third_party(run, metric, path, plain, ours, how=""):
+    """`how`: words on when the sides were measured."""
     prompts = prompts_of(run, path)
     sides = {name: [[prompt, said] for prompt, (said, _) in zip(prompts[: len(ours)], side, strict=True)] for name, side in (("ours", ours), ("plain", plain))}
     run.need(10, "the float32 reference")
     rows = float32_rows(metric, sglang_truth.ask(run.arguments.python, path, sides))
-    run.book.add(*rows)
+    run.book.add(*({**row, "note": row["note"] + how} for row in rows))
     if rows[2]["value"] > sglang_truth.SIGMAS:
         run.failures.append(f"{metric}: further from float32 than SGLang alone: {rows[2]['note']}")
 
@@ -273,7 +277,7 @@ def pair_of_tokens(run, metric, checkpoint, mode, plain_server, server):
         ours = greedy(run, server)
     run.samples.keep("ours", metric, [checkpoint, mode, name, ours])
     agreement, far = compare(metric, plain, ours)
-    agreement["note"] += f"; FFN calls: {replayed.words()}"
+    agreement["note"] += f"; FFN calls: {replayed.words()}{results.kept(peer=run.samples.at('tokens', name))}"
     run.book.add(agreement, far)
     if mode == "graphs":
         replayed.check(run.sizes.greedy - 2)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What runs the steps on a machine with GPUs (tests/cuda/all_on_device): steps that fail, hang, leave processes
-behind or lack what they need; results that are taken into a folder. The steps here need no GPU."""
+behind or lack what they need; results that are taken into a folder; and what packs the build for it (sglang_bundle). The
+steps here need no GPU."""
 
 import contextlib
 import importlib.machinery
@@ -8,7 +9,11 @@ import importlib.util
 import io
 import json
 import pathlib
+import shutil
+import signal
+import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import types
@@ -24,15 +29,15 @@ SCRIPTS = {
     "bad": "print('FAILED something'); raise SystemExit(3)",
     "hang": "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
     "partial": "import json, sys; json.dump({'bench': 'y', 'rows': [{'metric': 'p', 'value': 1, 'unit': 'us'}, {'metric': 'q', 'value': None, 'unit': ''}], "
-    "'failures': {'a step': ['it was slow']}}, open(sys.argv[2] + '/y.json', 'w')); open(sys.argv[2] + '/sglang_tokens.samples', 'w').write('{}'); "
+    "'failures': {'a step': ['it was slow']}}, open(sys.argv[2] + '/y.json', 'w')); [open(sys.argv[2] + f'/sglang_{kind}.samples', 'w').write('{}') for kind in ('tokens', 'latency_plain', 'memory_plain')]; "
     "open(sys.argv[2] + '/sglang_other.samples', 'w').write('{}'); raise SystemExit(1)",
     "orphan": "import subprocess; subprocess.Popen(['setsid', 'sleep', '77'])",
 }
 
 
-def load():
-    loader = importlib.machinery.SourceFileLoader("all_on_device", str(SCRIPT))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("all_on_device", loader))
+def load(script=SCRIPT):
+    loader = importlib.machinery.SourceFileLoader(script.name, str(script))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(script.name, loader))
     loader.exec_module(module)
     return module
 
@@ -83,9 +88,105 @@ def steps():
         # A step that checks each row keeps what it has, and what failed stands with it.
         check("partial: FAILED, a step: it was slow" in said and "bad: nothing" in said, said)
         data = json.loads((module.RESULTS / "y.json").read_text())
-        check(data["failures"] == {"a step": ["it was slow"]} and data["rows"][0]["value"] == 1, data)
+        check(data["failures"] == {"a step": ["it was slow"], "step partial": ["exit code 1"]} and data["rows"][0]["value"] == 1, data)
         kept = sorted(path.name for path in (module.RESULTS / "samples").iterdir())
-        check(kept == ["sglang_tokens.samples", "x.txt"], kept)
+        check(kept == ["sglang_latency_plain.samples", "sglang_memory_plain.samples", "sglang_tokens.samples", "x.txt"], kept)
+
+
+def a_step_that_begins_has_time_for_a_measurement():
+    """What is left of the least that it is started with: a start, warming up, and what one rate needs."""
+    needs = {"kv-static": 105 + 10 + 55}
+    for name, seconds in needs.items():
+        check(load().STEPS[name].seconds * 0.9 * 0.93 >= seconds, f"{name} is started with too little")
+
+
+def an_end_from_outside_leaves_an_archive():
+    """After each step, and of the one that runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        (folder / "good.py").write_text(SCRIPTS["good"] + "\n")
+        (folder / "hang.py").write_text(f"{SCRIPTS['good']}; {SCRIPTS['hang']}\n")
+        (folder / "main.py").write_text(
+            f"import importlib.machinery, importlib.util, sys\nloader = importlib.machinery.SourceFileLoader('m', {str(SCRIPT)!r})\n"
+            "m = importlib.util.module_from_spec(importlib.util.spec_from_loader('m', loader)); loader.exec_module(m)\n"
+            "m.ask_gpus = lambda what: ['0'] if what == 'memory.used' else ['a GPU']\n"
+            f"m.STEPS = {{name: m.Step(1, 1, 20, 'x', f'{folder}/{{name}}.py --out OUT') for name in ('good', 'hang')}}\nm.main()\n"
+        )
+        archive, out = folder / "far" / "l0.tgz", folder / "out"
+        archive.parent.mkdir()
+        words = ["run", "--build", str(folder), "--steps", "good,hang", "--out", str(out), "--archive", str(archive)]
+        process = subprocess.Popen([sys.executable, str(folder / "main.py"), *words], stdout=subprocess.DEVNULL)
+
+        def names():
+            with tarfile.open(archive) as packed:
+                return packed.getnames(), json.load(packed.extractfile("summary.json"))
+
+        harness.wait_until((out / "steps" / "hang" / "x.json").exists, 20 * harness.SLOW, "the second step runs")
+        check("steps/good/x.json" in names()[0], "the first step is not in the archive")
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20 * harness.SLOW)
+        found, summary = names()
+        check("steps/hang/x.json" in found, found)
+        check([(entry["step"], entry["failed"]) for entry in summary] == [("good", []), ("hang", ["ended by signal 15"])], summary)
+
+
+def a_packed_build_is_current():
+    """Whatever the build folder has is made from its sources first; else nothing is packed."""
+    missing = [name for name in ("ninja", "xz") if not shutil.which(name)]
+    if missing:
+        print(f"     not looked at: {', '.join(missing)} is not here")
+        return
+    bundle = load(SCRIPT.with_name("sglang_bundle"))
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder).resolve() / "tree"
+        build, archive = tree / "build", tree / "build.tar.xz"
+        for name in ("build/bin", "build/lib", "build/python", "build/tests"):
+            (tree / name).mkdir(parents=True)
+        bundle.ROOT = tree
+
+        def refused(words, *programs):
+            try:
+                bundle.pack_build(build, tree / "place", archive, programs)
+            except SystemExit as end:
+                check(words in str(end.code), end.code)
+            else:
+                raise harness.Failed(f"it was packed: {words}")
+            check(not archive.exists(), "an archive is there")
+
+        refused("no build folder")
+        (build / "build.ninja").write_text(
+            "rule cp\n  command = cp $in $out\nbuild bin/xpool: cp ../new\nbuild lib/l.so.1: cp ../new\nbuild python/p.py: cp ../new\n"
+            "build xpool_python: phony python/p.py\nbuild tests/t: cp ../new\nbuild tests/bad: cp ../none\n"
+        )
+        made = ("bin/xpool", "lib/l.so.1", "python/p.py", "tests/t")
+        for name in made:
+            (build / name).write_text("old")
+        cache = build / "CMakeCache.txt"
+        cache.write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere\n")
+        refused("a build of another tree")
+        cache.write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={tree}\n")
+        (tree / "new").write_text("new")
+        refused("does not make tests/unknown", "tests/unknown")
+        refused("nothing is packed", "tests/bad")
+        bundle.pack_build(build, tree / "place", archive, ["tests/t"])
+        with tarfile.open(archive) as packed:
+            found = {name: packed.extractfile(name).read() for name in (*made, "commit")}
+        check(all(found[name] == b"new" for name in made) and found["commit"].strip(), found)
+
+
+def failures_stand_until_the_step_ends_well():
+    module = load()
+
+    def found(failed, own=None, old=None, result=module.CHECKED[0]):
+        entry = {"step": "s", "result": result, "failed": failed}
+        return module.failures_of("s", entry, {"failures": own or {}}, {"failures": old or {}})
+
+    old = {"cold": ["old"], "step s": ["exit code 1"], "step other": ["left sleep"]}
+    check(found([], {"cold": ["old"]}, old) == {"cold": ["old"], "step other": ["left sleep"]}, "it ended well")
+    # A traceback of this run beside an old failure of another step.
+    check(found(["exit code 1"], {"cold": ["old"]}, old) == {"cold": ["old"], "step other": ["left sleep"], "step s": ["exit code 1"]}, "it ended badly")
+    check(found([], {"step s": ["exit code 1"], "step other": ["ended well since"], "cold": ["new"]}) == {"cold": ["new"]}, "the step's own file began with the old one")
+    check(found([], {}, old, "x") == {}, "a file of one step alone")
 
 
 def unknown_step_and_no_gpu():
@@ -130,4 +231,4 @@ def what_another_step_measured():
 
 
 if __name__ == "__main__":
-    harness.main(steps, unknown_step_and_no_gpu, what_another_step_measured)
+    harness.main(steps, a_packed_build_is_current, an_end_from_outside_leaves_an_archive, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)

@@ -5,12 +5,14 @@ that goes on from an earlier one keeps."""
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 import types
 import unittest
+import unittest.mock
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -41,7 +43,7 @@ EAGER = "[12:00:53] Decode batch, #running-req: 1, #token: 1064, cuda graph: Fal
 def server(text, mode="graphs"):
     made = sglang_servers.Server.__new__(sglang_servers.Server)
     made.side, made.model = "vanilla", types.SimpleNamespace(name="m", mode=mode, dp=1, more=[])
-    made.text = lambda: text
+    made.text, made.arguments = lambda: text, []
     return made
 
 
@@ -60,6 +62,28 @@ def counted(invocations, busy, queue, **rank):
     return {**found, **{f"rank_{key}": value for key, value in rank.items()}}
 
 
+class Commit(unittest.TestCase):
+    def test_what_benchmarks_write_is_no_change(self):
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(results, "ROOT", pathlib.Path(folder)), \
+                unittest.mock.patch.dict("os.environ"):
+            os.environ.pop("XPOOL_COMMIT", None)
+            self.assertEqual(results.commit(), "unknown")
+            root = pathlib.Path(folder)
+            for name in ("docs/results/a.json", "README.md", "src.c"):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_text("one")
+            for words in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t", "commit", "-qm", "t"]):
+                subprocess.run(["git", *words], cwd=root, check=True, timeout=60)
+            clean = results.commit()
+            self.assertRegex(clean, "^[0-9a-f]+$")
+            (root / "docs/results/a.json").write_text("two")
+            (root / "README.md").write_text("two")
+            (root / "new").write_text("untracked")
+            self.assertEqual(results.commit(), clean)
+            (root / "src.c").write_text("two")
+            self.assertEqual(results.commit(), clean + "-dirty")
+
+
 class Logs(unittest.TestCase):
     def test_what_a_log_tells(self):
         self.assertEqual(server(LOG).captured(), {"cuda": 6.48, "piecewise": 47.1})
@@ -76,7 +100,12 @@ class Logs(unittest.TestCase):
         with self.assertRaisesRegex(sglang_servers.harness.Failed, "did not report"):
             sglang_tokens.check_graphs(run, [server(EAGER)])
         sglang_tokens.check_graphs(run, [server(EAGER, mode="eager")])
-        sglang_tokens.check_graphs(run, [server(LOG.replace("piecewise", "other"))])
+        for _ in range(2):
+            sglang_tokens.check_graphs(run, [server(LOG.replace("piecewise", "other"))])
+        self.assertEqual(len(run.failures), 1)
+        without = server(LOG.replace("piecewise", "other"))
+        without.side, without.arguments = "kvcached", sglang_servers.for_kvcached([])  # it is not to capture these
+        sglang_tokens.check_graphs(run, [without])
         self.assertEqual(len(run.failures), 1)
 
 
@@ -127,6 +156,34 @@ class Times(unittest.TestCase):
         self.assertEqual(sglang_gpu.quantile(range(100), 0.99), 99)
         self.assertEqual(sglang_gpu.quantile([3, 1, 2], 0.5), 2)
         self.assertNotEqual(sglang_gpu.quantile([], 0.5), sglang_gpu.quantile([], 0.5))  # not a number
+
+    def test_the_worst_cell_is_of_the_model_that_it_is_named_after(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "x.json"
+            one, other, third = (f"sglang.{name}.ratio" for name in ("Qwen3-30B-A3B.1024.b1", "Qwen3-30B-A3B.1024.b8", "Qwen3-14B.1024.b1"))
+            with mock.patch.object(results, "commit", lambda: "old"):
+                sglang_gpu.Book(path, "m", None, []).add(results.row(one, 1.1, "ratio"), results.row(third, 1.9, "ratio"))
+            book = sglang_gpu.Book(path, "m", path, [other])
+            sglang_gpu.worst_ratio(book)
+            self.assertTrue(book.lacks("tbt.one_model.sglang_ratio"))  # nothing of it was measured
+            with mock.patch.object(results, "commit", lambda: "new"):
+                book.add(results.row(other, 1.05, "ratio"), results.row("sglang.Qwen3-14B.8192.b1.ratio", 1.8, "ratio"))
+                sglang_gpu.worst_ratio(book)
+            row = book.rows["tbt.one_model.sglang_ratio"]
+            self.assertEqual(row["value"], 1.1)
+            self.assertIn(f"the largest of 2 of 2 cells: {one}; median 1.075", row["note"])
+            self.assertIn("of commits: new 1, old 1", row["note"])
+
+    def test_a_p99_of_few_is_called_what_it_is(self):
+        self.assertEqual([sglang_gpu.quantile(range(count), 0.99) == count - 1 for count in (1, 23, 100, 101)], [True, True, True, False])
+        self.assertEqual([results.few(23, 100), results.few(23, 101), results.few(101, 500)], [" (the largest of 23 and the largest of 100)", " (the largest of 23 and of 101)", ""])
+
+    def test_where_a_figure_is_that_is_not_run_here(self):
+        with tempfile.TemporaryDirectory() as folder:
+            book = sglang_gpu.Book(pathlib.Path(folder) / "x.json", "m", None, ["one", "two"])
+            book.add(results.row("one", 1.0, "ms", note="measured"))
+            book.point(["one", "two"], "elsewhere")
+            self.assertEqual([(row["value"], row["note"]) for row in book.rows.values()], [(1.0, "measured"), (None, "elsewhere")])
 
     def test_rows_of_a_cell(self):
         plain = {"ttft": [0.1], "gaps": [0.01] * 10}
@@ -200,6 +257,42 @@ class GoingOn(unittest.TestCase):
             self.assertEqual(sglang_gpu.Samples(second, first).get("tokens", "m"), [1, 2])
             self.assertEqual(sglang_gpu.Samples(second, second).get("tokens", "m"), [1, 2])
 
+    def test_samples_know_their_commit_and_day(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            samples = sglang_gpu.Samples(folder, None)
+            samples.keep("tokens", "m", [1, 2], ["old", "a day"])
+            samples.keep("kv_cold_ours", "1", {"at": ["older", "its day"]})
+            samples.keep("tokens", "n", [3])
+            again = sglang_gpu.Samples(folder, folder)
+            self.assertEqual([again.at("tokens", "m"), again.at("tokens", "n"), again.at("tokens", "o")], [["old", "a day"], results.here(), None])
+            self.assertEqual(again.at("kv_cold_ours", "1"), ["older", "its day"])
+            self.assertEqual(results.kept(ours=again.at("tokens", "m"), peer=again.at("tokens", "n"), other=None), "; ours of a day, commit old")
+        for path in sglang_gpu.SAMPLES.glob("sglang_*.samples"):  # all that later runs may go on from
+            kept = sglang_gpu.Samples(ROOT, None, sglang_gpu.SAMPLES)
+            for kind, one in kept.kinds.items():
+                self.assertTrue(all(kept.at(kind, key) for key in one if key != "at"), path)
+
+    def test_tokens_of_two_commits_say_so(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            run = run_on()
+            run.samples, run.sizes = sglang_gpu.Samples(folder, None), sglang_gpu.Sizes(False)
+            run.book, run.need = sglang_gpu.Book(folder / "x.json", "m", None, []), lambda *_: None
+            run.samples.keep("tokens", "c-graphs", [([1, 2], [5.0, 5.0])], ["abc", "a day"])
+            replayed = mock.MagicMock()
+            replayed.return_value.__enter__.return_value.words = lambda: "replayed 1"
+            with mock.patch.object(sglang_tokens, "check_graphs"), mock.patch.object(sglang_tokens, "Replayed", replayed), \
+                 mock.patch.object(sglang_tokens, "greedy", return_value=[([1, 2], [])]):
+                sglang_tokens.pair_of_tokens(run, "t", "c", "graphs", None, server(LOG))
+            self.assertIn("; peer of a day, commit abc", run.book.rows["t.agreement"]["note"])
+            judged_so = {"ours": judged([0, 0]), "plain": judged([0, 0])}
+            run.arguments = types.SimpleNamespace(python="python3")
+            run.small = lambda *_: types.SimpleNamespace(path=None)
+            with mock.patch.object(sglang_tokens.sglang_truth, "ask", return_value=judged_so), mock.patch.object(sglang_tokens, "prompts_of", return_value=[[1]]):
+                sglang_tokens.step_float32(run)
+            self.assertIn("; peer of a day, commit abc", run.book.rows["t.float32_agreement"]["note"])
+
     def test_rows_of_another_commit_say_so(self):
         with tempfile.TemporaryDirectory() as folder:
             first, second = (pathlib.Path(folder) / name for name in ("x.json", "y.json"))
@@ -230,11 +323,41 @@ class GoingOn(unittest.TestCase):
             steps = {"one": lambda run: run.book.add(results.row("one", 1.0, "ms")), "two": fails, "three": late}
             self.assertEqual(sglang_gpu.perform(run, steps), 1)
             self.assertEqual(json.loads(path.read_text())["failures"], {"two": ["two: no answer"], "three": ["half of it"]})
-            # Only a step that is measured anew clears what it said.
+            # Only a step that is measured anew clears what it said; a step that has no time for all of it too.
             run.book, run.failures = sglang_gpu.Book(path, "m", path, ["one"]), []
             steps.update(two=lambda run: run.book.add(results.row("two", 1.0, "ms")), three=lambda run: None)
             self.assertEqual(sglang_gpu.perform(run, steps), 0)
             self.assertEqual(json.loads(path.read_text())["failures"], {"three": ["half of it"]})
+
+            def some(run):
+                run.book.add(results.row("three", 1.0, "ms"))
+                raise sglang_gpu.OutOfTime("60 s")
+
+            run.book, run.failures, steps["three"] = sglang_gpu.Book(path, "m", path, ["one"]), [], some
+            run.book.failures["end"] = ["did not end in order"]
+            self.assertEqual(sglang_gpu.perform(run, steps), 0)
+            self.assertNotIn("failures", json.loads(path.read_text()))
+            # A fault of the program itself is told, and no old one hides it.
+            run.book.failures["two"], steps["one"] = ["old"], lambda run: None + 1
+            with self.assertRaises(TypeError):
+                sglang_gpu.perform(run, steps)
+            self.assertIn("unsupported operand", json.loads(path.read_text())["failures"]["one"][0])
+
+    def test_what_is_of_this_commit_need_not_be_renewed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            path = folder / "x.json"
+            with mock.patch.object(results, "commit", lambda: "old"):
+                sglang_gpu.Book(path, "machine", None, []).add(results.row("one", 1.5, "ms"))
+                sglang_gpu.Samples(folder, None).keep("s", "one", 1)
+            for now, again, done in (("old", True, False), ("old", sglang_gpu.RENEW, True), ("new", sglang_gpu.RENEW, False), ("new", False, True)):
+                with mock.patch.object(results, "commit", lambda now=now: now):
+                    book, samples = sglang_gpu.Book(path, "machine", path, [], again=again), sglang_gpu.Samples(folder, folder, again=again)
+                    self.assertEqual((book.has("one"), samples.wanted("s", "one")), (done, not done), (now, again))
+                    self.assertTrue(samples.wanted("s", "two") and not book.has("two"))
+            for unknown in ("unknown", "abc-dirty", None):
+                with mock.patch.object(results, "commit", lambda unknown=unknown: unknown or "abc"):
+                    self.assertFalse(sglang_gpu.of_this_commit(unknown))
 
     def test_no_step_begins_without_time(self):
         run = sglang_gpu.Run.__new__(sglang_gpu.Run)
@@ -368,6 +491,22 @@ class More(unittest.TestCase):
 
 
 class Starts(unittest.TestCase):
+    def test_the_last_one_tells_how_long_the_next_one_takes(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = sglang_gpu.Run.__new__(sglang_gpu.Run)
+            run.samples, run.host, run.left = sglang_gpu.Samples(pathlib.Path(folder), None), types.SimpleNamespace(start_s=10), lambda: 99
+            run.fleet = None
+
+            def begin(name):
+                run.fleet = types.SimpleNamespace(ready=lambda limit: None, began=sglang_gpu.time.monotonic() - 50)
+                return run.fleet
+
+            run.begin = begin
+            run.start("one")
+            self.assertAlmostEqual(run.start_s, 60, delta=2)
+            self.assertAlmostEqual(sglang_gpu.start_seconds(sglang_gpu.Samples(pathlib.Path(folder), None, pathlib.Path(folder))), 60, delta=2)
+            self.assertEqual(sglang_gpu.start_seconds(sglang_gpu.Samples(ROOT, None)), sglang_gpu.START_S)
+
     def test_all_serve_or_have_ended(self):
         fleet = Small().fleet(vanilla=["seeded-deepseek-v2-graphs"])
         fleet.name, fleet.began, fleet.host = "f", sglang_gpu.time.monotonic(), types.SimpleNamespace(used=lambda: [0])

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benches"))
 
 import kv_gpu  # noqa: E402
 import kv_load  # noqa: E402
+import kv_pool  # noqa: E402
 import sglang_gpu  # noqa: E402
 import sglang_servers  # noqa: E402
 from sglang_servers import harness  # noqa: E402
@@ -250,7 +251,7 @@ class Policies(unittest.TestCase):
         kv_gpu.set_policy(fleet, "static")
         fleet.said.clear()
         fleet.first = {"a": (160, 640), "b": (16, 640)}
-        with mock.patch.object(kv_gpu, "settle"):  # this fleet has no memory that moves
+        with mock.patch.object(kv_pool, "settle"):  # this fleet has no memory that moves
             kv_gpu.set_policy(fleet, "arrival")
         self.assertEqual(fleet.said[:3], [("set", "a", "--floor", "80"), ("set", "b", "--floor", "16"), ("set", "a", "--floor", "160", "--ceiling", "640")])
 
@@ -264,6 +265,7 @@ class Rows(unittest.TestCase):
     def test_of_a_policy(self):
         rows = {row["metric"]: row for row in kv_load.policy_rows(0.5, "deadline", self.ONE, {"m": (1000, 100)})}
         self.assertEqual(rows["kv.goodput.rate0.5.deadline"]["value"], 2.0)
+        self.assertIn("a pool of 0 MiB", rows["kv.goodput.rate0.5.deadline"]["note"])
         self.assertEqual(rows["kv.goodput.rate0.5.deadline.refused_or_late"]["value"], 3)
         self.assertEqual(rows["kv.pool.rate0.5.deadline.peak_fraction"]["value"], 0.9)
         self.assertIn("1 MiB that engines took", rows["kv.pool.rate0.5.deadline.peak_fraction"]["note"])
@@ -288,6 +290,7 @@ class Rows(unittest.TestCase):
             kv_gpu.goodput_rows(run)
             self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_static_ratio"]["value"], 2.0)
             self.assertEqual(run.book.rows["kv.goodput.rate1.deadline_arrival_ratio"]["value"], 1.25)
+            self.assertIn("one load of 9 s, 9 requests", run.book.rows["kv.goodput.rate1.deadline_arrival_ratio"]["note"])
             for name in ("kv-gpu-goodput.svg", "kv-gpu-memory.svg"):
                 self.assertIn("</svg>", (pathlib.Path(folder) / name).read_text())
             again = self.run_in(folder)  # goes on where that one ended
@@ -307,13 +310,34 @@ class Rows(unittest.TestCase):
         """The first one is, as far as it goes; of another one all policies, or none."""
         with tempfile.TemporaryDirectory() as folder:
             run, done = self.run_in(folder), []
-            run.arguments.rates, run.fleet = [1.0, 2.0], types.SimpleNamespace(servers=lambda: [])
+            run.arguments.rates, run.fleet = [1.0, 2.0], types.SimpleNamespace(servers=lambda: [], name="kv-ours")
             run.end = time.monotonic() + 2.5 * (run.sizes.seconds + run.sizes.patience)
             with mock.patch.object(kv_gpu.Run, "system", lambda self, pool: self.fleet), mock.patch.object(kv_gpu, "alone_times", return_value={}), mock.patch.object(kv_gpu, "replayed"), \
                  mock.patch.object(kv_gpu, "measure_policy", lambda run, fleet, policy, rate, *_: done.append((rate, policy)) or dict(self.ONE)):
                 with self.assertRaises(sglang_gpu.OutOfTime):
                     kv_gpu.step_goodput(run)
             self.assertEqual(done, [(1.0, policy) for policy in kv_gpu.POLICIES])
+
+    def test_nothing_starts_where_not_even_one_cell_fits(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run, started = self.run_in(folder), []
+            run.arguments.rates = [1.0, 2.0]
+            cell = run.sizes.seconds + run.sizes.patience + 10
+            for policy in kv_gpu.POLICIES:
+                run.samples.keep("kv_goodput", f"1 {policy}", {**self.ONE, "load": kv_gpu.goodput_load(run)})
+
+            def system(self, pool):
+                started.append(pool)
+                raise harness.Failed("it started")
+
+            with mock.patch.object(kv_gpu.Run, "system", system):
+                # The second rate needs all of its policies, beside the start.
+                for seconds, error in ((run.start_s + kv_gpu.WARM_S + cell, sglang_gpu.OutOfTime), (run.start_s + kv_gpu.WARM_S + 3 * cell, harness.Failed)):
+                    run.end = time.monotonic() + seconds
+                    with self.assertRaises(error):
+                        kv_gpu.step_goodput(run)
+            self.assertEqual(len(started), 1)
+            self.assertFalse(run.samples.fresh & {("kv_goodput", "2 static")})
 
     def test_again_measures_what_is_there(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -328,6 +352,17 @@ class Rows(unittest.TestCase):
             samples.keep("kv_neighbour", "ours", {"alone": 2})
             self.assertFalse(samples.wanted("kv_neighbour", "ours"))
             self.assertTrue((folder / "out" / "sglang_kv_neighbour.samples").exists())
+
+    def test_a_load_that_is_measured_starts_nothing(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder, "cold")
+            self.assertEqual(kv_gpu.parse(["--build", "x", "--renew"]).again, sglang_gpu.RENEW)
+            run.system = lambda: 1 / 0
+            run.samples.keep("kv_capacity", "ours", {"m": 1})
+            with self.assertRaises(ZeroDivisionError):
+                kv_gpu.STEPS["cold"](run)
+            run.samples.keep("kv_cold_ours", "0.8", {"load": []})
+            kv_gpu.STEPS["cold"](run)
 
     def test_another_pool_is_another_system(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -364,12 +399,72 @@ class Rows(unittest.TestCase):
             self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["target"], ">= 1")
             row = run.book.rows["kv.cold.rate0.8.static.tbt_p99_ms"]
             self.assertEqual((row["value"], row["peer"]), (20.0, 200.0))
+            self.assertIn("without MPS", row["note"])
+            self.assertIn("TTFT P99 (the largest of 1 and the largest of 1) of three", run.book.rows["kv.cold.rate0.8.static_ttft_p99_ratio"]["note"])
             run.samples.keep("kv_cold_static", "0.8", {**slow, "tbt": [0.01] * 98 + [0.4] * 2, "at": ["abc", "a day"]})  # measured again
             kv_gpu.cold_rows(run)
             row = run.book.rows["tbt.cold_models.p99_static_ratio"]
             self.assertAlmostEqual(row["value"], 20.0)
             self.assertIn("peer of a day, commit abc", row["note"])
             self.assertFalse(run.book.has("tbt.cold_models.p99_kvcached_ratio"))
+
+    OLD = ["abc", "a day"]
+
+    def values(self, run, metric):
+        return run.book.rows[metric]["value"], run.book.rows[metric].get("commit")
+
+    def test_what_is_older_than_the_row_is_told(self):
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": ["t.csv", 6]}
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            run.samples.keep("kv_neighbour", "ours", {"alone": 1, "beside": 2}, self.OLD)
+            run.samples.keep("kv_neighbour", "kvcached", {"alone": 1, "beside": 3})
+            kv_gpu.neighbour_rows(run)
+            note = run.book.rows["tbt.neighbour.growth"]["note"]
+            self.assertTrue(note.endswith("; ours of a day, commit abc"), note)
+            self.assertNotIn("peer of", note)
+            run.samples.keep("kv_cold_ours", "0.8", side, self.OLD)
+            run.samples.keep("kv_cold_static", "0.8", side)
+            kv_gpu.cold_rows(run)
+            rows = [row for metric, row in run.book.rows.items() if "static" in metric and "cold" in metric and row["value"] is not None]
+            self.assertEqual(len(rows), 7)
+            self.assertTrue(all("; ours of a day, commit abc" in row["note"] for row in rows), rows)
+            run.samples.keep("kv_capacity", "ours", dict.fromkeys(kv_gpu.MODELS, 10), self.OLD)
+            run.samples.keep("kv_capacity", "static", dict.fromkeys(kv_gpu.MODELS, 9))
+            with mock.patch.object(kv_gpu.Run, "real", lambda self, name: types.SimpleNamespace(path=name)), \
+                 mock.patch.object(kv_gpu.sglang_models, "facts", return_value={"max_position_embeddings": 1}):
+                kv_gpu.capacity_rows(run)
+            self.assertIn("; ours of a day, commit abc", run.book.rows[f"kv.longest.{kv_gpu.MODELS[0]}.capacity_tokens"]["note"])
+
+    def test_ratios_keep_their_day(self):
+        """A run that measures another rate, or another peer, does not date them anew; one of two builds says so."""
+        with tempfile.TemporaryDirectory() as folder:
+            with mock.patch.object(kv_gpu.results, "here", lambda: self.OLD), mock.patch.object(kv_gpu.results, "commit", lambda: "abc"):
+                run = self.run_in(folder)
+                for policy in kv_gpu.POLICIES:
+                    run.samples.keep("kv_goodput", f"1 {policy}", {**self.ONE, "load": kv_gpu.goodput_load(run)})
+                kv_gpu.goodput_rows(run)
+            run = self.run_in(folder)
+            ratio = "kv.goodput.rate1.deadline_static_ratio"
+            kv_gpu.goodput_rows(run)
+            self.assertEqual((self.values(run, ratio), ratio in run.book.fresh), ((1.0, "abc"), False))
+            run.samples.keep("kv_goodput", "1 deadline", {**self.ONE, "goodput": 3.0, "load": kv_gpu.goodput_load(run)})
+            kv_gpu.goodput_rows(run)
+            self.assertEqual(self.values(run, ratio), (1.5, None))
+            self.assertTrue(run.book.rows[ratio]["note"].endswith("; static of a day, commit abc"))
+
+    def test_a_rate_is_told_although_the_next_one_does_not_fit(self):
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": None}
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_in(folder)
+            run.arguments.cold_rates = [0.8, 0.2]
+            left = iter([True, False])
+            run.need = lambda *_: next(left) or (_ for _ in ()).throw(sglang_gpu.OutOfTime("over"))
+            run.samples.keep("kv_cold_ours", "0.8", {**side, "load": sglang_gpu.cold_load_words(run, None, [])})
+            with mock.patch.object(sglang_gpu, "cold_load", return_value=None), mock.patch.object(sglang_gpu, "cold_summary", return_value=side), \
+                 self.assertRaises(sglang_gpu.OutOfTime):
+                kv_gpu.measure_cold(run, "static", [])
+            self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["value"], 1.0)
 
     def test_a_peer_that_does_not_run_is_no_win(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -381,6 +476,53 @@ class Rows(unittest.TestCase):
             self.assertIn("kvcached failed to run: Failed: no such GPU", row["note"])
             self.assertEqual(len(run.failures), 1)
             self.assertEqual(run.book.rows["tbt.cold_models.p99_static_ratio"]["note"], "not run yet")
+
+    def test_a_peer_whose_neighbour_is_missing_starts_again(self):
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0, "load": []}
+        with tempfile.TemporaryDirectory() as folder:
+            run, started = self.run_in(folder, "kvcached"), []
+
+            def start(self, name, **_):
+                started.append(name)
+                raise harness.Failed("no GPU")
+
+            with mock.patch.multiple(kv_gpu.Run, start=start, model=lambda self, name: types.SimpleNamespace(name=name)), mock.patch.object(kv_gpu, "capacity_rows") as capacities:
+                run.samples.keep("kv_cold_kvcached", "0.8", side)
+                kv_gpu.plain_side(run, "kvcached")
+                self.assertEqual((started, capacities.call_count), (["kv-kvcached"], 1))
+                run.samples.keep("kv_neighbour", "kvcached", {"alone": 1, "beside": 1})
+                kv_gpu.plain_side(run, "kvcached")
+                self.assertEqual((started, capacities.call_count), (["kv-kvcached"], 2))
+
+    def test_a_peer_outside_its_graphs_is_no_win(self):
+        """At the start, or by what its log tells after the load."""
+        side = {"tbt": [0.01] * 200, "ttft": [0.1], "asked": 5, "unfinished": 0}
+        log = "Capture cuda graph end. Time elapsed: 6.48 s. Successfully patched sglang: a\n"
+        eager = log + "Decode batch, #running-req: 1, cuda graph: False, gen\n"
+        for peer in ("static", "kvcached"):
+            for texts, why in ((["Successfully patched sglang: a"] * 2, "did not report a captured decode graph"), ([log, eager], "outside graphs"), ([log, log], "")):
+                with tempfile.TemporaryDirectory() as folder:
+                    run = self.run_in(folder, peer)
+                    run.host.kind = "cuda"
+                    made = sglang_servers.Server.__new__(sglang_servers.Server)
+                    made.side, made.model, made.arguments = "vanilla", types.SimpleNamespace(name="m", mode="graphs", dp=1), [sglang_servers.NO_PREFILL_GRAPHS]
+                    loaded = []
+                    made.text = lambda texts=texts, loaded=loaded: texts[len(loaded)]
+                    load = sglang_gpu.cold_load_words(run, None, ["m"])
+                    run.samples.keep("kv_cold_ours", "0.8", {**side, "load": load})
+                    run.samples.keep("kv_neighbour", peer, {"alone": 1, "beside": 1})
+                    with mock.patch.multiple(kv_gpu.Run, start=lambda *_, **__: types.SimpleNamespace(vanilla={"m": made}), stop=lambda self: None,
+                                             model=lambda self, name: types.SimpleNamespace(name=name)), \
+                         mock.patch.multiple(kv_gpu, warm=mock.DEFAULT, capacity_rows=mock.DEFAULT, capacity=lambda server: 1, growth=lambda *_: {"alone": 1, "beside": 1},
+                                             fixed_tokens=lambda run: dict.fromkeys(kv_gpu.MODELS, 1)), \
+                         mock.patch.object(sglang_gpu, "cold_load", lambda *_, loaded=loaded: loaded.append(1)), mock.patch.object(sglang_gpu, "cold_summary", lambda _: dict(side)):
+                        kv_gpu.plain_side(run, peer)
+                    row = run.book.rows[f"tbt.cold_models.p99_{peer}_ratio"]
+                    self.assertEqual((row["value"] is None, bool(run.failures)), (bool(why), bool(why)), (peer, run.failures))
+                    if why:
+                        self.assertIn(why, run.failures[0])
+                        self.assertIn(f"{peer} failed to run", row["note"])
+                        self.assertIsNone(run.samples.get(f"kv_cold_{peer}", "0.8"))
 
 
 class Peers(unittest.TestCase):
@@ -558,8 +700,24 @@ class Cold(unittest.TestCase):
             with self.assertRaises(ZeroDivisionError):
                 sglang_gpu.cold_side(run, "static", [0.8], [])
             run.samples.keep("kv_cold_static", "0.8", {"tbt": [0.1], "load": load})
+            run.samples.keep("kv_cold_static", "0.8", {"tbt": [0.1], "load": load}, ["abc", "a day"])
             sglang_gpu.cold_side(run, "static", [0.8], [])
             self.assertEqual(run.samples.get("cold_static", "0.8")["kv"], "filled its GPU")
+            self.assertEqual(run.samples.at("cold_static", "0.8"), ["abc", "a day"])
+
+    def test_rows_say_when_the_static_split_was_measured(self):
+        side = {"tbt": [0.1], "ttft": [0.1], "asked": 5, "unfinished": 0, "by": {}}
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            run = types.SimpleNamespace(samples=sglang_gpu.Samples(folder, None), sizes=sglang_gpu.Sizes(False), book=sglang_gpu.Book(folder / "x.json", "m", None, []))
+            run.samples.keep("cold_static", "0.8", {**side, "context": 70000}, ["abc", "a day"])
+            run.samples.keep("cold_ours", "0.8", side)
+            sglang_gpu.cold_rows(run, [0.8], "lengths")
+            self.assertIn("; peer of a day, commit abc", run.book.rows["sglang.cold.0.8.tbt_p99_ms"]["note"])
+            self.assertIn("contexts of up to 16384 tokens, the peer's 70000", run.book.rows["sglang.cold.0.8.tbt_p99_ms"]["note"])
+            run.samples.fresh.clear(), run.book.fresh.clear()
+            sglang_gpu.cold_rows(run, [0.8], "lengths")
+            self.assertEqual(run.book.fresh, set())
 
 
 if __name__ == "__main__":
