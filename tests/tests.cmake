@@ -34,6 +34,15 @@ foreach(test unit/cuda/test_mps unit/control/test_plane)
   endif()
 endforeach()
 
+# Loaded by its path, found by its name afterwards.
+if(TARGET unit_ffn_test_cuda_library)
+  add_library(fake_cublaslt SHARED ${CMAKE_SOURCE_DIR}/tests/unit/ffn/fake/cublaslt.c)
+  set_target_properties(fake_cublaslt PROPERTIES OUTPUT_NAME cublasLt SOVERSION 13 LIBRARY_OUTPUT_DIRECTORY
+                                                 ${CMAKE_BINARY_DIR}/tests/fake)
+  target_compile_options(fake_cublaslt PRIVATE -fPIC -Wno-missing-prototypes)
+  add_dependencies(unit_ffn_test_cuda_library fake_cublaslt)
+endif()
+
 # The sanitizer builds take the programs above and the cmocka tests; the rest belongs to the plain one.
 if(XPOOL_SANITIZE OR XPOOL_FUZZ OR NOT TARGET xpool)
   return()

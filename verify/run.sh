@@ -90,4 +90,8 @@ clean items
 for bug in BUG_DOWN_FIRST BUG_RESET_EARLY BUG_ACTED_STAYS BUG_DO_NOT_MEET; do
     planted items $bug
 done
+clean cuts
+for bug in BUG_ANY_COMMAND BUG_NO_COUNT BUG_DEAF BUG_LEAVE_ALONE BUG_EARLY; do
+    planted cuts $bug
+done
 echo "verify: all models hold and every planted mistake was found"

@@ -99,6 +99,63 @@ static void few_resident(ffn_kit_t *kit, const char *kind, bench_lanes_t *l, uin
     ffn_kit_free(kit, trace);
 }
 
+/* A dense layer by the library, with a plan for just that number of rows. first: bulk's output. */
+static void few_library(ffn_kit_t *kit, const char *kind, const ffn_kit_model_t *m,
+                        const bench_lanes_t *l, uint32_t rows, double floor_us, const float *first)
+{
+    enum { ROUNDS = 9 };
+    double times[ROUNDS];
+    char metric[96], note[160];
+    const uint32_t elements = rows * m->signature.hidden;
+    ffn_library_t *library;
+    ffn_library_plan_t *plan;
+    cuda_graph_exec_t graph;
+    if (ffn_library_open(&kit->kernels, &library) != XP_OK) {
+        printf("skipped: cuBLASLt: %s\n", xp_error_last()->text);
+        return;
+    }
+    CHECK_OK(ffn_library_plan_make(library, &m->signature, rows, 0, &plan));
+    cuda_address_t scratch = ffn_kit_alloc(kit, ffn_library_scratch_bytes(plan));
+    /* Loads the library's kernels; and what it gives. */
+    uint16_t *packed = malloc(elements * 2);
+    float *other = malloc(elements * sizeof(*other));
+    CHECK(packed && other);
+    for (uint32_t i = l->count; i-- > 0;)
+        CHECK_OK(ffn_library_run(plan, &m->part[l->lane[i].layer],
+                                 (cuda_address_t)(uintptr_t)l->lane[i].input, l->output, 0, scratch,
+                                 kit->stream));
+    ffn_kit_wait(kit, kit->stream);
+    ffn_kit_read(kit, l->output, packed, (uint64_t)elements * 2);
+    for (uint32_t i = 0; i < elements; i++)
+        other[i] = ffn_kit_to_float(packed[i], (ffn_cuda_dtype_t)m->signature.dtype);
+    const double error = ffn_kit_error(other, first, elements);
+    CHECK_OK(cuda_capture_begin(&kit->device, kit->stream));
+    for (uint32_t i = 0; i < l->count; i++)
+        CHECK_OK(ffn_library_run(plan, &m->part[l->lane[i].layer],
+                                 (cuda_address_t)(uintptr_t)l->lane[i].input, l->output, 0, scratch,
+                                 kit->stream));
+    CHECK_OK(cuda_capture_end(&kit->device, kit->stream, &graph));
+    for (uint32_t round = 0; round < ROUNDS + 2; round++) {
+        bench_begin(kit);
+        CHECK_OK(cuda_graph_launch(&kit->device, graph, kit->stream));
+        times[round < 2 ? 0 : round - 2] = bench_end_us(kit) / l->count;
+    }
+    const double us = bench_median(times, ROUNDS);
+    snprintf(metric, sizeof(metric), "ffn.%s.few%u.library_us", kind, rows);
+    snprintf(
+        note, sizeof(note),
+        "cuBLASLt, captured, %.2f of the floor; least %.1f, most %.1f; off by %.1e from bulk's "
+        "rows%s",
+        us / floor_us, times[0], times[ROUNDS - 1], error, error < 0.01 ? "" : ": WRONG");
+    bench_row(metric, us, "us", floor_us, NAN, NULL, note);
+    cuda_graph_destroy(&kit->device, graph);
+    free(other);
+    free(packed);
+    ffn_kit_free(kit, scratch);
+    ffn_library_plan_free(plan);
+    ffn_library_close(library);
+}
+
 /* All ways that a layer of few rows can be computed, in turn within each round, so that they see
  * the same clocks. */
 static void few_rows(ffn_kit_t *kit, const char *kind, const ffn_kit_model_t *m, bench_lanes_t *l,
@@ -143,6 +200,8 @@ static void few_rows(ffn_kit_t *kit, const char *kind, const ffn_kit_model_t *m,
         cuda_graph_destroy(&kit->device, graph[way]);
     }
     few_resident(kit, kind, l, rows, floor_us);
+    if (s->experts == 0)
+        few_library(kit, kind, m, l, rows, floor_us, first);
     free(other);
     free(first);
 }
@@ -165,7 +224,7 @@ void bench_few(ffn_kit_t *kit)
 {
     /* 1 to 16 rows are for GPUs that hold another role too: there is no decode kernel. */
     static const uint32_t moe[] = {1, 4, 8, 16, 17, 24, 32, 48, 64};
-    static const uint32_t dense[] = {8, 16, 17, 32, 64};
+    static const uint32_t dense[] = {8, 16, 17, 24, 32, 48, 64};
     const ffn_cuda_signature_t s = bench_signature_moe(), d = bench_signature_dense();
     few_layers(kit, "moe", &s, moe, sizeof(moe) / sizeof(moe[0]));
     few_layers(kit, "dense", &d, dense, sizeof(dense) / sizeof(dense[0]));

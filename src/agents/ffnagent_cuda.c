@@ -223,6 +223,7 @@ static xp_status_t load_job(void *context)
         .memory_bytes = self->memory_bytes > taken ? self->memory_bytes - taken : 1,
         /* The courier needs a multiprocessor, and the resident kernel leaves none. */
         .resident = !shared(self) && self->plan->provider != FABRIC_PROVIDER_NVSHMEM_FAR,
+        .cuts = true,
         .shared_role = shared(self),
         .library = true,
         .records = self->config->observe.folder[0] ? self->config->observe.records : 0,

@@ -49,6 +49,11 @@ typedef struct cuda_model {
     uint64_t usage_first, usage_bytes; /* its counters of chosen experts, from start on */
 } cuda_model_t;
 
+/* Dense layers of up to so many rows are a matter of streaming the weights once, which the library
+ * does best with a plan for just that number. */
+#define CUDA_LIBRARY_ROWS 128u
+#define CUDA_FEW_PLANS    (CUDA_LIBRARY_ROWS - FFN_CUDA_DENSE_ROWS)
+
 /* GraphTemplate: what all layers of one Execution Signature share. */
 typedef struct cuda_template {
     ffn_cuda_signature_t signature;
@@ -56,7 +61,9 @@ typedef struct cuda_template {
     uint32_t capacities, capacity[CUDA_MAX_CAPACITIES]; /* rows, ascending */
     cuda_graph_exec_t exec[CUDA_MAX_CAPACITIES][FFN_CUDA_MAX_LANES];
     ffn_library_plan_t *plan; /* dense, of piece_rows rows; or NULL */
-    bool warm;                /* the plan has run */
+    /* Likewise: of FFN_CUDA_DENSE_ROWS + 1 rows and more, each number of them. */
+    ffn_library_plan_t *few_plan[CUDA_FEW_PLANS];
+    bool warm; /* the plans have run */
 } cuda_template_t;
 
 /* Device addresses of a Lane's parts. */
@@ -91,10 +98,12 @@ struct ffn_cuda_runtime {
     /* Device memory: words and dispatch from create on, tables and Lanes from start on. */
     cuda_block_t words, tables, lanes;
     cuda_address_t dispatch_at, queue_at, counters_at, lease_at, failure_at, word_at;
-    cuda_address_t usage_at;   /* counters of chosen experts, in `tables` */
-    void *usage;               /* pinned: a model's of them, under stats_lock; or NULL */
-    cuda_address_t library_at; /* scratch of the library's products */
-    cuda_address_t shared_at;  /* workspace of what has more rows than CUDA_OWN_ROWS; or 0 */
+    cuda_address_t aside_at;       /* the queue's `aside`, or 0 */
+    cuda_address_t usage_at;       /* counters of chosen experts, in `tables` */
+    void *usage;                   /* pinned: a model's of them, under stats_lock; or NULL */
+    cuda_address_t library_at;     /* scratch of the library's products, on the stream of bulk */
+    cuda_address_t library_few_at; /* of those of few rows, on the urgent one; or 0 */
+    cuda_address_t shared_at;      /* workspace of what has more rows than CUDA_OWN_ROWS; or 0 */
     cuda_lane_t lane[FFN_CUDA_MAX_LANES];
     ffn_cuda_dispatch_t dispatch;            /* host copy */
     ffn_cuda_limits_t limits, shared_limits; /* of a Lane's own workspace; of the shared one */
@@ -140,6 +149,8 @@ uint32_t cuda_template_capacity(const cuda_template_t *template, uint32_t rows);
 /* Most rows for which the resident kernel of few rows computes its layers: as few as its Lanes'
  * workspaces hold at once; 0: none. */
 uint32_t cuda_template_few_rows(const cuda_template_t *template);
+/* Of the library, for that many rows; or NULL. */
+const ffn_library_plan_t *cuda_template_few_plan(const cuda_template_t *template, uint32_t rows);
 /* Whether such a Capacity's products are pieces in the workspace that all Lanes share. */
 bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
                           uint32_t capacity_rows);

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ffn/cuda/decode_shape.h"
 #include "ffn/cuda_private.h"
 #include "ffn/load_share.h"
 
@@ -54,6 +55,9 @@ static uint64_t runtime_carve_words(ffn_cuda_runtime_t *runtime, cuda_address_t 
     runtime->lease_at = runtime_take(&carve, sizeof(uint32_t));
     runtime->failure_at = runtime_take(&carve, sizeof(uint32_t));
     runtime->word_at = runtime_take(&carve, sizeof(uint64_t));
+    if (runtime->config.cuts && runtime->config.resident)
+        runtime->aside_at =
+            runtime_take(&carve, (uint64_t)runtime->kernels.blocks * FFN_CUDA_ASIDE_BYTES);
     return carve.used;
 }
 
@@ -390,6 +394,25 @@ static xp_status_t start_usage(ffn_cuda_runtime_t *runtime)
     return most ? cuda_host_alloc(runtime->device, most, &runtime->usage) : XP_OK;
 }
 
+static void tables_most(uint64_t bytes, uint32_t *most)
+{
+    const uint64_t kib = (bytes + 1023) / 1024;
+    *most = *most < kib ? (uint32_t)kib : *most;
+}
+
+/* What such a layer's Invocations read, where it is more than that of the layers before. */
+static void tables_kib(const ffn_cuda_signature_t *s, ffn_cuda_dispatch_model_t *model)
+{
+    const uint64_t part = 6ull * s->hidden * s->intermediate; /* three matrices, 16 bit */
+    if (s->experts == 0) {
+        tables_most(part, &model->dense_kib);
+        return;
+    }
+    tables_most(6ull * s->hidden * s->shared_intermediate, &model->shared_kib);
+    tables_most(part * s->top_k, &model->row_kib);
+    tables_most(part * s->experts, &model->experts_kib);
+}
+
 /* All models' layers and parts behind one another, with device addresses. */
 static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signatures,
                               cuda_address_t parts, ffn_cuda_layer_t *layers)
@@ -409,6 +432,7 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             .few_rows = FEW_ROWS_MOST,
         };
         bool experts = false;
+        uint32_t dense = 0;
         uint64_t usage = model->usage_first;
         for (uint32_t l = 0; l < model->layers; l++) {
             const uint32_t part = next_part + model->first_part[l];
@@ -433,7 +457,10 @@ static void start_fill_tables(ffn_cuda_runtime_t *runtime, cuda_address_t signat
             if (few < runtime->dispatch.models[m].few_rows)
                 runtime->dispatch.models[m].few_rows = few;
             experts = experts || template->signature.experts;
+            dense += !experts;
+            tables_kib(&template->signature, &runtime->dispatch.models[m]);
         }
+        runtime->dispatch.models[m].dense_layers = dense;
         /* Of dense layers the grouped products of more rows are as fast, and need no lease. */
         if (!experts || !runtime->config.resident)
             runtime->dispatch.models[m].few_rows = 0;
@@ -493,13 +520,14 @@ done:
 /* What the Lanes' memory must hold: a workspace each, and one that they share. */
 typedef struct lanes_shape {
     ffn_cuda_limits_t own, shared; /* shared.bulk_rows 0: there is none */
-    uint64_t library_bytes;
+    uint64_t library_bytes, library_few_bytes;
 } lanes_shape_t;
 
-/* One Lane after the other, then the workspace that they share, then the library's scratch. */
+/* One Lane after the other, then the workspace that they share, then the library's scratch, of bulk
+ * and of few rows. */
 static uint64_t lanes_carve(const lanes_shape_t *shape, uint32_t lanes, uint32_t buffer_rows,
                             cuda_address_t base, cuda_lane_t *lane, cuda_address_t *shared_out,
-                            cuda_address_t *library_out)
+                            cuda_address_t library_out[2])
 {
     runtime_carve_t carve = {.base = base};
     const uint64_t rows_bytes = (uint64_t)buffer_rows * shape->own.hidden * 2;
@@ -516,7 +544,8 @@ static uint64_t lanes_carve(const lanes_shape_t *shape, uint32_t lanes, uint32_t
     *shared_out = shape->shared.bulk_rows
                       ? runtime_take(&carve, ffn_cuda_workspace_bytes(&shape->shared))
                       : 0;
-    *library_out = shape->library_bytes ? runtime_take(&carve, shape->library_bytes) : 0;
+    library_out[0] = shape->library_bytes ? runtime_take(&carve, shape->library_bytes) : 0;
+    library_out[1] = shape->library_few_bytes ? runtime_take(&carve, shape->library_few_bytes) : 0;
     return carve.used;
 }
 
@@ -534,17 +563,31 @@ static void lanes_add(lanes_shape_t *shape, const ffn_cuda_signature_t *signatur
         shape->shared.bulk_rows = piece_rows;
 }
 
-static xp_status_t start_library(ffn_cuda_runtime_t *runtime, uint64_t *bytes_out)
+static void most_bytes(uint64_t bytes, uint64_t *most)
 {
-    *bytes_out = 0;
+    *most = *most < bytes ? bytes : *most;
+}
+
+static xp_status_t start_library(ffn_cuda_runtime_t *runtime, lanes_shape_t *shape)
+{
     for (uint32_t t = 0; runtime->library && t < runtime->templates; t++) {
         cuda_template_t *template = &runtime->template[t];
         if (template->signature.experts || template->piece_rows <= FFN_CUDA_DENSE_ROWS)
             continue;
         XP_TRY(ffn_library_plan_make(runtime->library, &template->signature, template->piece_rows,
                                      0, &template->plan));
-        const uint64_t bytes = ffn_library_scratch_bytes(template->plan);
-        *bytes_out = *bytes_out < bytes ? bytes : *bytes_out;
+        most_bytes(ffn_library_scratch_bytes(template->plan), &shape->library_bytes);
+        for (uint32_t i = 0; i < CUDA_FEW_PLANS; i++) {
+            const uint32_t rows = FFN_CUDA_DENSE_ROWS + 1 + i;
+            if (rows > runtime->config.max_rows || rows >= template->piece_rows)
+                break;
+            const xp_status_t status = ffn_library_plan_make(runtime->library, &template->signature,
+                                                             rows, 0, &template->few_plan[i]);
+            if (status == XP_UNSUPPORTED)
+                continue; /* the grouped products do it */
+            XP_TRY(status);
+            most_bytes(ffn_library_scratch_bytes(template->few_plan[i]), &shape->library_few_bytes);
+        }
     }
     return XP_OK;
 }
@@ -577,14 +620,17 @@ static xp_status_t start_lanes(ffn_cuda_runtime_t *runtime)
         lanes_add(&shape, &runtime->template[t].signature, runtime->template[t].piece_rows);
     runtime->limits = shape.own;
     runtime->shared_limits = shape.shared;
-    XP_TRY(start_library(runtime, &shape.library_bytes));
+    cuda_address_t library_at[2];
+    XP_TRY(start_library(runtime, &shape));
     const uint64_t bytes = lanes_carve(&shape, config->lanes, config->buffer_rows, 0, runtime->lane,
-                                       &runtime->shared_at, &runtime->library_at);
+                                       &runtime->shared_at, library_at);
     XP_TRY(runtime_admit(runtime, cuda_vmm_round_up(runtime->device, bytes), "the Executor Lanes"));
     XP_TRY(cuda_block_create(runtime->device, bytes, &runtime->lanes));
     XP_TRY(runtime_zero(runtime, &runtime->lanes));
     lanes_carve(&shape, config->lanes, config->buffer_rows, runtime->lanes.address, runtime->lane,
-                &runtime->shared_at, &runtime->library_at);
+                &runtime->shared_at, library_at);
+    runtime->library_at = library_at[0];
+    runtime->library_few_at = library_at[1];
     for (uint32_t i = 0; i < config->lanes; i++)
         XP_TRY(start_lane(runtime, i));
     return XP_OK;
@@ -612,6 +658,14 @@ static xp_status_t start_warm(ffn_cuda_runtime_t *runtime)
                                runtime->control));
         XP_TRY(ffn_library_run(template->plan, part, input, 0, at, runtime->library_at,
                                runtime->control));
+        for (uint32_t i = 0; i < CUDA_FEW_PLANS; i++) {
+            if (!template->few_plan[i])
+                continue;
+            XP_TRY(ffn_library_run(template->few_plan[i], part, input, at, 0,
+                                   runtime->library_few_at, runtime->control));
+            XP_TRY(ffn_library_run(template->few_plan[i], part, input, 0, at,
+                                   runtime->library_few_at, runtime->control));
+        }
         template->warm = true;
     }
     return runtime_wait(runtime);
@@ -641,6 +695,7 @@ static xp_status_t start_dispatch(ffn_cuda_runtime_t *runtime)
     ffn_cuda_dispatch_t *dispatch = &runtime->dispatch;
     dispatch->abi = FFN_CUDA_DISPATCH_ABI;
     dispatch->lane_count = runtime->config.lanes;
+    dispatch->cuts = runtime->aside_at != 0;
     dispatch->max_rows = runtime->config.max_rows;
     dispatch->buffer_rows = runtime->config.buffer_rows;
     dispatch->max_hidden = runtime->limits.hidden;
@@ -815,12 +870,14 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
     const ffn_cuda_config_t config = {.lanes = lanes, .max_rows = max_rows};
     cuda_lane_t *lane = calloc(lanes ? lanes : 1, sizeof(*lane));
     ffn_cuda_runtime_t *shape = calloc(1, sizeof(*shape));
-    cuda_address_t unused[2];
+    cuda_address_t shared, library_at[2];
     xp_status_t status = XP_OK;
     if (!lane || !shape) {
         status = xp_fail(XP_NO_MEMORY, "no memory for a ledger of %u Lanes", lanes);
         goto done;
     }
+    shape->config.cuts = shape->config.resident = true;
+    shape->kernels.blocks = FFN_CUDA_MAX_BLOCKS;
     for (uint32_t m = 0; m < models; m++) {
         cuda_layout_t none = {0};
         layers += specs[m]->layers;
@@ -839,14 +896,15 @@ xp_status_t ffn_cuda_runtime_bytes(const model_spec_t *const *specs, const uint3
                 ledger.graph_bytes += cuda_template_bytes(&config, &signature);
             }
             if (library && !signature.experts) {
-                const uint64_t bytes = ffn_library_scratch_bound(&signature, piece);
-                memory.library_bytes = memory.library_bytes < bytes ? bytes : memory.library_bytes;
+                const uint32_t few = CUDA_LIBRARY_ROWS < piece ? CUDA_LIBRARY_ROWS : piece;
+                most_bytes(ffn_library_scratch_bound(&signature, piece), &memory.library_bytes);
+                most_bytes(ffn_library_scratch_bound(&signature, few), &memory.library_few_bytes);
             }
         }
     }
     ledger.table_bytes = runtime_granules(runtime_carve_words(shape, 0)) +
                          runtime_granules(tables_bytes(layers, parts, usage_bytes));
-    const uint64_t all = lanes_carve(&memory, lanes, buffer_rows, 0, lane, &unused[0], &unused[1]);
+    const uint64_t all = lanes_carve(&memory, lanes, buffer_rows, 0, lane, &shared, library_at);
     ledger.lane_bytes = (uint64_t)lanes * 2 * buffer_rows * memory.own.hidden * 2;
     ledger.workspace_bytes = runtime_granules(all) - ledger.lane_bytes;
     *ledger_out = ledger;

@@ -38,6 +38,7 @@ typedef struct ffn_cuda_config {
     uint32_t buffer_rows;        /* of the Lanes' own input and output rows; 0 = none */
     uint64_t memory_bytes;       /* budget: everything that the ledger counts; 0 = no limit */
     bool resident;               /* steady decoding by the resident kernel */
+    bool cuts;                   /* of which short Invocations cut long ones */
     bool shared_role;            /* the GPU also holds another role: no resident kernel, and no
                                     cooperative launch, since others' blocks may be in the way */
     bool library;                /* dense bulk by cuBLASLt where it is found */

@@ -70,6 +70,7 @@ static xp_status_t serve_lease_offer(ffn_cuda_runtime_t *runtime)
     /* Nobody posts: the last lease's end was seen, and this one's word is not written yet. */
     memset(&staging->queue, 0, sizeof(staging->queue));
     staging->queue.counters = cuda_pointer(runtime->counters_at);
+    staging->queue.aside = cuda_pointer(runtime->aside_at);
     XP_TRY(CUDA_CALL(runtime->device->driver, cuMemcpyHtoDAsync, runtime->queue_at, &staging->queue,
                      sizeof(staging->queue), runtime->control));
     XP_TRY(serve_wait(runtime, runtime->control, SERVE_WORD_LIMIT_NS));
@@ -134,32 +135,57 @@ static xp_status_t serve_lease_give(ffn_cuda_runtime_t *runtime)
     return status == XP_OK ? XP_OK : xp_fail_context(status, "the resident kernel");
 }
 
-/* Dense bulk through the library: whole pieces with their addresses as arguments, the rest through
- * the grouped products. */
+/* Rows [first, first + those of the plan) of the request. */
+static xp_status_t serve_library_piece(ffn_cuda_runtime_t *runtime, const ffn_library_plan_t *plan,
+                                       const ffn_cuda_request_t *request, uint64_t first)
+{
+    const cuda_template_t *template = &runtime->template[runtime->layer_template[request->layer]];
+    const ffn_cuda_part_t *part = &runtime->part[runtime->layer_part[request->layer]];
+    const uint64_t skipped = first * template->signature.hidden;
+    serve_count(runtime, 4);
+    return ffn_library_run(plan, part, request->input + skipped * 2,
+                           request->output ? request->output + skipped * 2 : 0,
+                           request->partial ? request->partial + skipped * 4 : 0,
+                           runtime->library_at, runtime->bulk);
+}
+
+/* Dense bulk through the library: whole pieces with their addresses as arguments, the rest with a
+ * plan for so few rows, or through the grouped products. */
 static xp_status_t serve_library(ffn_cuda_runtime_t *runtime, uint32_t index,
                                  const ffn_cuda_request_t *request)
 {
     const cuda_template_t *template = &runtime->template[index];
-    const ffn_cuda_part_t *part = &runtime->part[runtime->layer_part[request->layer]];
     const uint32_t lane = request->lane, piece = template->piece_rows;
-    const uint64_t hidden = template->signature.hidden;
     uint32_t done = 0;
     XP_TRY(cuda_template_gather(runtime, template, lane, request->rows, runtime->bulk));
-    for (; done + piece <= request->rows; done += piece) {
-        const uint64_t skipped = done * hidden;
-        XP_TRY(ffn_library_run(template->plan, part, request->input + skipped * 2,
-                               request->output ? request->output + skipped * 2 : 0,
-                               request->partial ? request->partial + skipped * 4 : 0,
-                               runtime->library_at, runtime->bulk));
-        serve_count(runtime, 4);
-    }
-    if (done < request->rows) {
+    for (; done + piece <= request->rows; done += piece)
+        XP_TRY(serve_library_piece(runtime, template->plan, request, done));
+    const ffn_library_plan_t *few = cuda_template_few_plan(template, request->rows - done);
+    if (few) {
+        XP_TRY(serve_library_piece(runtime, few, request, done));
+    } else if (done < request->rows) {
         XP_TRY(cuda_template_piece(runtime, template, lane, done, request->rows - done,
                                    runtime->bulk));
         serve_count(runtime, 5);
     }
     serve_count(runtime, 2);
     return cuda_template_publish(runtime, index, lane, request->rows, runtime->bulk);
+}
+
+/* A dense layer of few rows through the library, whole. Each of the two streams has its scratch. */
+static xp_status_t serve_library_few(ffn_cuda_runtime_t *runtime, uint32_t index,
+                                     const ffn_cuda_request_t *request,
+                                     const ffn_library_plan_t *plan)
+{
+    const cuda_template_t *template = &runtime->template[index];
+    const ffn_cuda_part_t *part = &runtime->part[runtime->layer_part[request->layer]];
+    cuda_stream_t stream = request->urgent ? runtime->decode : runtime->bulk;
+    XP_TRY(cuda_template_gather(runtime, template, request->lane, request->rows, stream));
+    XP_TRY(ffn_library_run(plan, part, request->input, request->output, request->partial,
+                           request->urgent ? runtime->library_few_at : runtime->library_at,
+                           stream));
+    serve_count(runtime, 6);
+    return cuda_template_publish(runtime, index, request->lane, request->rows, stream);
 }
 
 static xp_status_t serve_fire(ffn_cuda_runtime_t *runtime, const ffn_cuda_request_t *request)
@@ -176,6 +202,9 @@ static xp_status_t serve_fire(ffn_cuda_runtime_t *runtime, const ffn_cuda_reques
     const cuda_template_t *template = &runtime->template[index];
     if (template->plan && request->rows >= template->piece_rows)
         return serve_library(runtime, index, request);
+    const ffn_library_plan_t *few = cuda_template_few_plan(template, request->rows);
+    if (few)
+        return serve_library_few(runtime, index, request, few);
     const uint32_t capacity = cuda_template_capacity(template, request->rows);
     /* What computes in the shared workspace keeps the order of one stream. */
     const bool urgent =

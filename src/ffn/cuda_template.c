@@ -71,6 +71,12 @@ uint32_t cuda_template_few_rows(const cuda_template_t *template)
     return rows < most ? rows : most;
 }
 
+const ffn_library_plan_t *cuda_template_few_plan(const cuda_template_t *template, uint32_t rows)
+{
+    const uint32_t index = rows - FFN_CUDA_DENSE_ROWS - 1;
+    return index < CUDA_FEW_PLANS ? template->few_plan[index] : NULL;
+}
+
 bool cuda_template_shares(const ffn_cuda_runtime_t *runtime, const cuda_template_t *template,
                           uint32_t capacity_rows)
 {
@@ -212,5 +218,7 @@ void cuda_template_release(ffn_cuda_runtime_t *runtime, uint32_t index)
         for (uint32_t lane = 0; lane < FFN_CUDA_MAX_LANES; lane++)
             cuda_graph_destroy(runtime->device, template->exec[c][lane]);
     ffn_library_plan_free(template->plan);
+    for (uint32_t i = 0; i < CUDA_FEW_PLANS; i++)
+        ffn_library_plan_free(template->few_plan[i]);
     *template = (cuda_template_t){0};
 }

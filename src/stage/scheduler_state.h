@@ -138,7 +138,7 @@ PROTOCOL_FUNCTION void stage_scheduler_begin(stage_scheduler_t *s, stage_table_t
     s->counts.invocations = s->counts.rows = s->counts.resident = s->counts.host = 0;
     s->counts.abandoned = s->counts.dropped = s->counts.queue_ns = s->counts.execute_ns = 0;
     s->counts.lanes_peak = s->counts.lanes_in_use = s->counts.turns = 0;
-    s->counts.longest_turn_ns = 0;
+    s->counts.longest_turn_ns = s->counts.cuts = 0;
     for (uint32_t i = 0; i < FFN_CUDA_MAX_LANES; i++)
         s->lane[i].ticket = 0;
     for (uint32_t i = 0; i < FABRIC_MAX_INSTANCES; i++) {

@@ -453,13 +453,17 @@ PROTOCOL_FUNCTION void stage_scheduler_run(stage_scheduler_t *s, uint32_t instan
     s->lane[work->lane].ticket = ticket;
     s->lane[work->lane].instance = instance;
     work->job = STAGE_JOB_NONE;
+    const uint32_t cuts = s->poster.cuts;
     if (ffn_cuda_lease_takes(&s->poster, work->rows, work->decode_rows, work->few_rows) &&
-        ffn_cuda_command_post(s->dispatch, &s->poster, work->lane, ticket,
-                              plan.spread ? 0 : plan.word, work->line.sequence)) {
+        ffn_cuda_command_post(s->dispatch, &s->poster, work->lane,
+                              ffn_cuda_invocation_kib(&s->dispatch->models[about->weights],
+                                                      work->line.layer, work->rows),
+                              ticket, plan.spread ? 0 : plan.word, work->line.sequence)) {
         /* What the resident kernel does not do: further consumers, after its `done`. */
         if (plan.spread)
             work->job = STAGE_JOB_COPY;
         s->counts.resident++;
+        s->counts.cuts += s->poster.cuts != cuts;
     } else {
         ffn_cuda_request_post(s->dispatch, &s->poster, work->lane, work->urgent);
         s->counts.host++;
@@ -761,6 +765,8 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         ffn_cuda_invocation_t given;
         given.layer = s->dispatch->models[work->about.weights].first_layer + line.layer;
         given.rows = line.rows;
+        given.kib = ffn_cuda_invocation_kib(&s->dispatch->models[work->about.weights], line.layer,
+                                            line.rows);
         given.input = (const void *)(uintptr_t)work->about.input;
         given.output = (void *)(uintptr_t)(arena + work->about.output_offset);
         given.partial = 0;
@@ -782,10 +788,12 @@ PROTOCOL_FUNCTION int stage_scheduler_alone(stage_scheduler_t *s, uint32_t index
         own.answer->kind = line.kind;
         own.answer->layer_of_model = line.layer;
         s->tickets = ticket;
+        const uint32_t cuts = s->poster.cuts;
         if (ffn_cuda_lease_takes(&s->poster, line.rows, work->decode_rows, work->few_rows) &&
             ffn_cuda_invocation_post(s->dispatch, &s->poster, number, &given, ticket, word,
                                      line.sequence)) {
             s->counts.resident++;
+            s->counts.cuts += s->poster.cuts != cuts;
         } else {
             ffn_cuda_request_post(s->dispatch, &s->poster, number, work->urgent);
             s->counts.host++;

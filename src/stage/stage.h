@@ -141,6 +141,7 @@ typedef struct stage_ffn_counters {
     uint64_t lanes_peak, lanes_in_use;
     uint64_t turns; /* of the scheduler's loop */
     uint64_t longest_turn_ns;
+    uint64_t cuts; /* of `resident`: in the middle of a longer Invocation */
     /* With `notes`, of jobs of one chunk, summed: from the look that found the line to the job's
      * begin, to its end, to the published answer. */
     uint64_t noted, noted_taken_ns, noted_job_ns, noted_answer_ns, noted_longest_ns;

@@ -68,6 +68,7 @@ typedef struct stage_failure {
 typedef struct stage_counts {
     uint64_t invocations, rows, resident, host, abandoned, dropped, queue_ns, execute_ns;
     uint64_t lanes_peak, lanes_in_use, turns, longest_turn_ns;
+    uint64_t cuts; /* of `resident`: in the middle of a longer command */
 } stage_counts_t;
 
 /* Where the time of jobs of one chunk goes, summed, when `notes` is set: from the look that found

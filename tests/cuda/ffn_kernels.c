@@ -644,7 +644,7 @@ static void test_padded(ffn_kit_t *kit, const ffn_kit_model_t *m)
 
 static void test_library(ffn_kit_t *kit, const ffn_kit_model_t *m)
 {
-    static const uint32_t counts[] = {1, 33, 512, 2048, 8192};
+    static const uint32_t counts[] = {1, 17, 33, 100, 512, 2048, 8192};
     ffn_library_t *library;
     if (ffn_library_open(&kit->kernels, &library) != XP_OK) {
         printf("skipped: cuBLASLt: %s\n", xp_error_last()->text);
@@ -659,7 +659,7 @@ static void test_library(ffn_kit_t *kit, const ffn_kit_model_t *m)
         if (counts[i] > most)
             break;
         lane_set(kit, m, &l, i % m->layers, counts[i], partial, 500 + i);
-        CHECK_OK(ffn_library_plan_make(library, &m->signature, counts[i], i == 3 ? 64 : 0, &plan));
+        CHECK_OK(ffn_library_plan_make(library, &m->signature, counts[i], i == 5 ? 64 : 0, &plan));
         cuda_address_t scratch = ffn_kit_alloc(kit, ffn_library_scratch_bytes(plan));
         CHECK_OK(ffn_library_run(plan, &m->part[i % m->layers], l.input, partial ? 0 : l.output,
                                  partial ? l.partial : 0, scratch, kit->stream));

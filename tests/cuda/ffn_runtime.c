@@ -22,6 +22,7 @@
 #include "ffn/route.h"
 #include "ffn_kit.h"
 #include "ffn_load.h"
+#include "ffn_real.h"
 #include "ffn_scheduler.h"
 #include "kernels/kernels.h"
 #include "model/synth.h"
@@ -61,8 +62,8 @@ static void scene_failed(void *context, xp_status_t status, const char *text)
     failed++;
 }
 
-static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, bool resident,
-                       bool library, scene_t *scene)
+static void scene_open_with(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, bool resident,
+                            bool cuts, bool library, scene_t *scene)
 {
     static const char *const names[] = {"test_scheduler"};
     void *address;
@@ -73,6 +74,7 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         .lanes = FFN_SCHEDULER_SLOTS,
         .max_rows = max_rows,
         .resident = resident,
+        .cuts = cuts,
         .library = library,
         .records = 4096,
         .cpu = -1,
@@ -92,6 +94,12 @@ static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, b
         scene->output[i] = ffn_kit_alloc(kit, (uint64_t)rows * max_hidden * 2);
         scene->partial[i] = ffn_kit_alloc(kit, (uint64_t)rows * max_hidden * 4);
     }
+}
+
+static void scene_open(ffn_kit_t *kit, uint32_t max_rows, uint32_t max_hidden, bool resident,
+                       bool library, scene_t *scene)
+{
+    scene_open_with(kit, max_rows, max_hidden, resident, false, library, scene);
 }
 
 static void scene_start(scene_t *scene)
@@ -172,47 +180,6 @@ static void scene_lease(scene_t *scene, uint32_t slot, const ffn_order_t *order)
         }
     }
 }
-
-/* ---- checkpoints of real size, as dimensions -------------------------------------------------
- */
-typedef struct real_model {
-    const char *name, *config;
-} real_model_t;
-
-#define REAL_COMMON                                                                                \
-    "\"vocab_size\":1024,\"max_position_embeddings\":1024,\"rms_norm_eps\":1e-6,"                  \
-    "\"rope_theta\":10000.0,\"hidden_act\":\"silu\",\"torch_dtype\":\"bfloat16\","
-#define REAL_LATENT                                                                                \
-    "\"kv_lora_rank\":512,\"qk_nope_head_dim\":128,\"qk_rope_head_dim\":64,\"v_head_dim\":128,"
-
-/* Layers are fewer than the models have: enough that their weights are many times the L2. */
-static const real_model_t real_models[] = {
-    {"qwen3-14b", "{\"architectures\":[\"Qwen3ForCausalLM\"]," REAL_COMMON
-                  "\"hidden_size\":5120,\"intermediate_size\":17408,\"num_hidden_layers\":6,"
-                  "\"num_attention_heads\":40,\"num_key_value_heads\":8,\"head_dim\":128}"},
-    {"qwen3-30b-a3b",
-     "{\"architectures\":[\"Qwen3MoeForCausalLM\"]," REAL_COMMON
-     "\"hidden_size\":2048,\"intermediate_size\":6144,\"moe_intermediate_size\":768,"
-     "\"num_experts\":128,\"num_experts_per_tok\":8,\"norm_topk_prob\":true,"
-     "\"decoder_sparse_step\":1,\"mlp_only_layers\":[],\"num_hidden_layers\":6,"
-     "\"num_attention_heads\":32,\"num_key_value_heads\":4,\"head_dim\":128}"},
-    {"deepseek-v2-lite",
-     "{\"architectures\":[\"DeepseekV2ForCausalLM\"]," REAL_COMMON REAL_LATENT
-     "\"hidden_size\":2048,\"intermediate_size\":10944,\"moe_intermediate_size\":1408,"
-     "\"n_routed_experts\":64,\"num_experts_per_tok\":6,\"n_shared_experts\":2,\"n_group\":1,"
-     "\"topk_group\":1,\"topk_method\":\"greedy\",\"scoring_func\":\"softmax\","
-     "\"norm_topk_prob\":false,\"routed_scaling_factor\":1.0,\"first_k_dense_replace\":1,"
-     "\"moe_layer_freq\":1,\"num_hidden_layers\":6,\"q_lora_rank\":null,"
-     "\"num_attention_heads\":16,\"num_key_value_heads\":16}"},
-    {"glm-4.7-flash",
-     "{\"architectures\":[\"Glm4MoeLiteForCausalLM\"]," REAL_COMMON REAL_LATENT
-     "\"hidden_size\":2048,\"intermediate_size\":10240,\"moe_intermediate_size\":1536,"
-     "\"n_routed_experts\":64,\"num_experts_per_tok\":4,\"n_shared_experts\":1,\"n_group\":1,"
-     "\"topk_group\":1,\"topk_method\":\"noaux_tc\",\"norm_topk_prob\":true,"
-     "\"routed_scaling_factor\":1.8,\"first_k_dense_replace\":1,\"num_hidden_layers\":6,"
-     "\"q_lora_rank\":768,\"num_attention_heads\":20,\"num_key_value_heads\":20}"},
-};
-#define REAL_MODELS (sizeof(real_models) / sizeof(real_models[0]))
 
 static char folder[256];
 
@@ -683,7 +650,9 @@ static void test_real(ffn_kit_t *kit, bool check, bool mixed, bool library)
             real_check(&scene, pool, m, layer, 1, BY_HOST);
             if (ffn_cuda_runtime_tables(scene.runtime)->models[m].few_rows)
                 real_check(&scene, pool, m, layer, 40, BY_FEW);
+            real_check(&scene, pool, m, layer, 17, BY_HOST);
             real_check(&scene, pool, m, layer, 64, BY_HOST);
+            real_check(&scene, pool, m, layer, 128, BY_HOST);
             real_check(&scene, pool, m, layer, MOST_ROWS, BY_HOST);
         }
     if (mixed) {
@@ -779,7 +748,8 @@ static void bulk_run(scene_t *scene, uint32_t model, uint32_t rows, bool residen
             usleep(1000);
     }
     const double median = execution[BULK_COUNT / 2];
-    const char *name = rows <= FEW_ROWS_MOST ? "few" : "bulk", *way = resident ? ".resident" : "";
+    const char *name = model == 0 ? "dense" : rows <= FEW_ROWS_MOST ? "few" : "bulk";
+    const char *way = resident ? ".resident" : "";
     snprintf(note, sizeof(note), "%u rows of %s, layers in turn, P50 of %u%s", rows,
              real_models[model].name, BULK_COUNT, resident ? ", no host" : "");
     snprintf(metric, sizeof(metric), "ffn.runtime.%s%u%s.post_to_done_us", name, rows, way);
@@ -810,6 +780,115 @@ static void test_bulk(ffn_kit_t *kit)
             bulk_run(&scene, MODEL, counts[i], true);
     }
     scene_close(&scene);
+    /* A dense model, with cuBLASLt as FfnAgents have it. */
+    scene_open(kit, MOST_ROWS, 5120, true, true, &scene);
+    real_install(&scene, 0, NULL);
+    ffn_kit_fill(kit, scene.input[1], (uint64_t)MOST_ROWS * 5120, 31, 1, FFN_CUDA_BF16);
+    scene_start(&scene);
+    for (uint32_t i = 0; i + 1 < sizeof(counts) / sizeof(counts[0]); i++)
+        bulk_run(&scene, 0, counts[i], false);
+    scene_close(&scene);
+}
+
+/* ---- two models that decode ------------------------------------------------------------------
+ */
+/* Short Invocations beside another model's long ones, as attention leaves them: with pauses. The
+ * latest outputs of each have the bits of the same Invocations alone. */
+enum { CUTS_KEPT = 48, CUTS_HIDDEN = 5120, CUTS_ROWS = 16 };
+
+typedef struct cuts_side {
+    ffn_order_t order;
+    const char *name;
+    uint64_t bytes; /* of an output */
+    uint8_t *want, *got;
+} cuts_side_t;
+
+static void cuts_side_run(scene_t *scene, cuts_side_t *side, uint32_t slot)
+{
+    scene_lease(scene, slot, &side->order);
+    scene_post(scene, slot, &side->order);
+    scene_wait(scene, slot);
+    ffn_kit_read(scene->kit, scene->output[slot], side->want, CUTS_KEPT * side->bytes);
+}
+
+/* cuts: how many of the short ones are to cut, at least. */
+static void cuts_run(scene_t *scene, bool on, uint32_t other, uint32_t other_rows, uint32_t cuts)
+{
+    enum { MODEL = 1, PAUSE_NS = 45000, SHORT = 2400, LONG = 480 };
+    char metric[128], note[256];
+    cuts_side_t side[2] = {{.order = decode_order(scene, MODEL, true), .name = "short"},
+                           {.order = decode_order(scene, other, true), .name = "long"}};
+    side[1].order.rows = other_rows;
+    for (uint32_t slot = 0; slot < 2; slot++) {
+        cuts_side_t *s = &side[slot];
+        const ffn_cuda_dispatch_t *tables = ffn_cuda_runtime_tables(scene->runtime);
+        s->bytes = (uint64_t)s->order.rows * tables->models[s->order.model].hidden * 2;
+        s->want = malloc(CUTS_KEPT * s->bytes);
+        s->got = malloc(CUTS_KEPT * s->bytes);
+        CHECK(s->want && s->got);
+        s->order.input = (void *)(uintptr_t)scene->input[slot];
+        s->order.output = (void *)(uintptr_t)scene->output[slot];
+        s->order.output_step = s->bytes;
+        s->order.outputs = CUTS_KEPT;
+        s->order.pause_ns = PAUSE_NS;
+        s->order.count = slot ? LONG : SHORT; /* the short ones are the last to end */
+        cuts_side_run(scene, s, slot);
+        snprintf(metric, sizeof(metric), "ffn.cuts.%s%u.%s.alone", real_models[other].name,
+                 other_rows, s->name);
+        if (!on)
+            print_samples(scene, slot, s->order.count, metric,
+                          "6 layers in turn, 45 us apart, post to done");
+    }
+    for (uint32_t slot = 2; slot-- > 0;)
+        scene_post(scene, slot, &side[slot].order);
+    for (uint32_t slot = 0; slot < 2; slot++)
+        scene_wait(scene, slot);
+    for (uint32_t slot = 0; slot < 2; slot++) {
+        cuts_side_t *s = &side[slot];
+        const ffn_order_line_t *line = &scene->page->line[slot];
+        uint32_t wrong = 0;
+        ffn_kit_read(scene->kit, scene->output[slot], s->got, CUTS_KEPT * s->bytes);
+        for (uint32_t i = 0; i < CUTS_KEPT; i++)
+            wrong += memcmp(s->want + i * s->bytes, s->got + i * s->bytes, s->bytes) != 0;
+        cases++;
+        const bool as_wanted = slot || !on ? line->cuts == 0
+                               : cuts      ? line->cuts >= cuts
+                                           : line->cuts == 0;
+        if (wrong || line->by_host || !as_wanted) {
+            printf("failed: cuts %s, %u rows of %s, the %s ones: %u of %u outputs have other bits "
+                   "than "
+                   "alone, %u by the host, %u cuts\n",
+                   on ? "on" : "off", other_rows, real_models[other].name, s->name, wrong,
+                   CUTS_KEPT, line->by_host, line->cuts);
+            failed++;
+        }
+        snprintf(metric, sizeof(metric), "ffn.cuts.%s%u.%s.%s", real_models[other].name, other_rows,
+                 s->name, on ? "cut" : "queued");
+        snprintf(note, sizeof(note), "1 row of %s beside %u rows of %s; %u of %u cut",
+                 real_models[MODEL].name, other_rows, real_models[other].name, line->cuts,
+                 s->order.count);
+        print_samples(scene, slot, LONG, metric, note); /* while both run */
+        free(s->want);
+        free(s->got);
+    }
+}
+
+static void test_cuts(ffn_kit_t *kit)
+{
+    for (uint32_t cuts = 0; cuts < 2; cuts++) {
+        scene_t scene;
+        scene_open_with(kit, CUTS_KEPT * CUTS_ROWS, CUTS_HIDDEN, true, cuts, false, &scene);
+        for (uint32_t m = 0; m < REAL_MODELS; m++)
+            real_install(&scene, m, NULL);
+        ffn_kit_fill(kit, scene.input[0], 5120, 31, 1, FFN_CUDA_BF16);
+        ffn_kit_fill(kit, scene.input[1], (uint64_t)CUTS_ROWS * CUTS_HIDDEN, 32, 1, FFN_CUDA_BF16);
+        scene_start(&scene);
+        cuts_run(&scene, cuts, 2, 8, 50);
+        cuts_run(&scene, cuts, 2, 1, 0); /* too short to be cut */
+        cuts_run(&scene, cuts, 3, 16, 50);
+        cuts_run(&scene, cuts, 0, 4, 50);
+        scene_close(&scene);
+    }
 }
 
 /* ---- what needs no GPU -----------------------------------------------------------------------
@@ -877,6 +956,8 @@ int main(int count, char **arguments)
             test_real(&kit, real, mixed, false);
         if (count > 1 && wanted(count, arguments, "bulk"))
             test_bulk(&kit);
+        if (count > 1 && wanted(count, arguments, "cuts"))
+            test_cuts(&kit);
         if (wanted(count, arguments, "library"))
             test_real(&kit, true, true, true);
         if (wanted(count, arguments, "load"))

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// The scheduler of the runtime's device test: one thread that posts Invocations as the stages' scheduler
-// does, through the functions of ffn/cuda/dispatch.h. It measures each from post to `done`.
+// The scheduler of the runtime's device test: one thread that posts Invocations as the stages'
+// scheduler does, through the functions of ffn/cuda/dispatch.h. It measures each from post to
+// `done`.
 #include "ffn_scheduler.h"
 
 struct slot_state_t {
-    uint64_t orders;  // done
+    uint64_t orders; // done
     uint64_t ticket;
     uint64_t posted_ns, resume_ns;
     uint32_t index;
@@ -28,7 +29,8 @@ static __device__ void slot_post(const ffn_cuda_dispatch_t *d, ffn_cuda_poster_t
     own->lane->layer = d->models[o.model].first_layer + layer;
     own->lane->rows = o.rows;
     own->lane->input = o.input;
-    own->lane->output = o.output;
+    own->lane->output =
+        o.outputs ? (char *)o.output + state->index % o.outputs * o.output_step : o.output;
     own->lane->partial = o.partial;
     answer->consumer_count = answer->source_count = 0;
     answer->ticket = ++state->ticket;
@@ -38,7 +40,12 @@ static __device__ void slot_post(const ffn_cuda_dispatch_t *d, ffn_cuda_poster_t
     // Any rows in a decode lease: its kernel takes more than it is given.
     const bool takes = o.resident && (ffn_cuda_lease_few(poster->lease) ==
                                       (o.rows > d->models[o.model].decode_rows && o.few));
-    if (!(takes && ffn_cuda_command_post(d, poster, slot, state->ticket, NULL, 0))) {
+    const uint32_t kib = ffn_cuda_invocation_kib(&d->models[o.model], layer, o.rows);
+    const uint32_t cuts = poster->cuts;
+    const bool posted =
+        takes && ffn_cuda_command_post(d, poster, slot, kib, state->ticket, NULL, 0);
+    line->cuts += poster->cuts != cuts;
+    if (!posted) {
         line->by_host++;
         ffn_cuda_request_post(d, poster, slot, o.urgent);
     }
@@ -53,7 +60,7 @@ static __device__ void slot_turn(const ffn_cuda_dispatch_t *d, ffn_cuda_poster_t
         if (!look || PROTOCOL_LOAD_ACQUIRE(&line->order.sequence) != state->orders + 1)
             return;
         *order = line->order;
-        line->by_host = 0;
+        line->by_host = line->cuts = 0;
         state->index = 0;
         state->active = 1;
         state->resume_ns = 0;

@@ -19,6 +19,9 @@ typedef struct ffn_order {
     const void *input;
     void *output;
     float *partial;
+    uint64_t output_step; /* bytes from one Invocation's output to the next one's, of `outputs` in
+                             turn; 0: one place */
+    uint32_t outputs, reserved;
 } ffn_order_t;
 
 /* Mapped host memory, one a slot; a slot has Lane `slot`. */
@@ -26,6 +29,7 @@ typedef struct ffn_order_line {
     ffn_order_t order;
     uint64_t answered;                       /* sequence of the last order done */
     uint32_t by_host;                        /* Invocations of it that went to the host ring */
+    uint32_t cuts;                           /* that cut another one */
     uint32_t samples[FFN_SCHEDULER_SAMPLES]; /* nanoseconds, post to done; of its first ones */
 } ffn_order_line_t;
 

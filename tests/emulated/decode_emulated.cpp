@@ -24,7 +24,7 @@ struct lane_t {
 // Not moved afterwards.
 static void lane_make(lane_t *l, uint32_t layer, uint32_t rows, bool partial, uint64_t seed)
 {
-    const ffn_cuda_signature_t &s = signature;
+    const ffn_cuda_signature_t &s = signature = signatures[layer];
     const uint32_t chosen = s.experts ? std::min(32 * s.top_k, s.experts) : 1;
     const uint64_t pitch =
         (uint64_t)chosen * s.intermediate + (s.experts ? s.shared_intermediate : 0);
@@ -139,6 +139,122 @@ static void test_resident(uint32_t blocks, bool look_ahead, uint64_t seed)
         compare(lanes[i], look_ahead ? "resident, looking ahead" : "resident");
 }
 
+// ---- cuts
+// ----------------------------------------------------------------------------------------
+// Commands and cuts posted at any moment, as the scheduler posts them; each has the bits that its
+// Lane has alone. At the end the kernel is told to leave, by a command or by the word.
+static uint32_t all_cuts, all_stops; // posted; blocks that were cut in the middle of a command
+
+struct cuts_scene_t {
+    static constexpr uint32_t LANES = 7, LONG = 3, POSTS = 16; // the first LONG Lanes are long ones
+    lane_t lanes[LANES];
+    std::vector<unsigned char> want[LANES];
+    ffn_cuda_queue_t queue;
+    ffn_cuda_dispatch_t dispatch;
+    ffn_cuda_poster_t poster;
+    uint64_t done[LANES], tickets[LANES];
+    uint32_t posts, often, cuts;
+    bool by_word, told;
+};
+
+static bytes_t &scene_bytes(lane_t *l)
+{
+    return l->lane.output ? l->output : l->partial;
+}
+
+static void scene_check(cuts_scene_t *scene, uint32_t lane)
+{
+    lane_t *l = &scene->lanes[lane];
+    const bytes_t &got = scene_bytes(l);
+    if (scene->tickets[lane])
+        EMULATED_CHECK(memcmp(got.data(), scene->want[lane].data(), got.size()) == 0,
+                       "Lane %u of %u rows has other bits after %u cuts", lane, l->lane.rows,
+                       scene->cuts);
+}
+
+static void scene_step(cuts_scene_t *scene)
+{
+    if (emulated_random() % scene->often || scene->told)
+        return;
+    if (scene->posts == cuts_scene_t::POSTS) {
+        scene->told = true;
+        if (scene->by_word) {
+            scene->queue.stop = 1;
+            return;
+        }
+        ffn_cuda_command_t &command =
+            scene->queue.entries[scene->poster.commands % FFN_CUDA_QUEUE_ENTRIES];
+        memset((void *)&command, 0, sizeof(command));
+        command.cuts = scene->poster.cuts;
+        command.sequence = scene->poster.commands + 1;
+        return;
+    }
+    const uint32_t lane = emulated_random() % cuts_scene_t::LANES;
+    if (scene->done[lane] != scene->tickets[lane])
+        return;
+    scene_check(scene, lane);
+    bytes_t &bytes = scene_bytes(&scene->lanes[lane]);
+    std::fill(bytes.begin(), bytes.end(), (unsigned char)0xff);
+    const uint32_t before = scene->poster.cuts;
+    scene->tickets[lane]++;
+    EMULATED_CHECK(ffn_cuda_command_post(&scene->dispatch, &scene->poster, lane,
+                                         lane < cuts_scene_t::LONG ? 100 : 10, scene->tickets[lane],
+                                         NULL, 0),
+                   "a post was refused");
+    scene->cuts += scene->poster.cuts - before;
+    scene->posts++;
+}
+
+static void test_cuts(uint32_t blocks, bool look_ahead, uint64_t seed)
+{
+    static const uint32_t rows[cuts_scene_t::LANES] = {16, 9, 8, 1, 2, 0, 1};
+    static cuts_scene_t scene;
+    static std::vector<unsigned char> aside;
+    aside.assign(blocks * FFN_CUDA_ASIDE_BYTES, 0xff);
+    scene.posts = scene.cuts = 0;
+    scene.by_word = seed % 2;
+    scene.told = false;
+    scene.often = 1u << (8 + seed % 7);
+    memset((void *)&scene.queue, 0, sizeof(scene.queue));
+    memset((void *)&scene.dispatch, 0, sizeof(scene.dispatch));
+    memset((void *)&scene.poster, 0, sizeof(scene.poster));
+    emulated_allow(&scene.queue, sizeof(scene.queue));
+    emulated_allow(scene.done, sizeof(scene.done));
+    scene.queue.aside = aside.data();
+    scene.dispatch.cuts = 1;
+    scene.dispatch.layers = layer_table.data();
+    scene.dispatch.queue = &scene.queue;
+    scene.poster.lease = 1;
+    for (uint32_t i = 0; i < cuts_scene_t::LANES; i++) {
+        const uint32_t layer = i % layers.size();
+        lane_make(&scene.lanes[i], layer, rows[i], i % 2, seed + 700 + i);
+        if (i % 2)
+            uneven(&scene.lanes[i], blocks);
+        launch(&scene.lanes[i], blocks, EMULATED_MIXED, seed + i);
+        compare(scene.lanes[i], "before cuts");
+        scene.want[i] = scene_bytes(&scene.lanes[i]);
+        scene.dispatch.lanes[i].lane = &scene.lanes[i].lane;
+        scene.dispatch.lanes[i].done = &scene.done[i];
+        scene.done[i] = scene.tickets[i] = 0;
+    }
+    emulated.outside = [] { scene_step(&scene); };
+    emulated_run(blocks, DECODE_THREADS, DECODE_SHARED_BYTES, (emulated_copies_t)(seed % 3), seed,
+                 [look_ahead] { ffn_decode(NULL, &scene.queue, look_ahead); });
+    emulated.outside = nullptr;
+    EMULATED_CHECK(scene.queue.answered == scene.poster.commands &&
+                       scene.queue.cuts_answered == scene.poster.cuts,
+                   "%llu of %llu commands, %llu of %u cuts",
+                   (unsigned long long)scene.queue.answered,
+                   (unsigned long long)scene.poster.commands,
+                   (unsigned long long)scene.queue.cuts_answered, scene.poster.cuts);
+    for (uint32_t i = 0; i < cuts_scene_t::LANES; i++)
+        scene_check(&scene, i);
+    all_cuts += scene.cuts;
+    // Put aside at least once a stop, whole.
+    for (uint64_t i = 0; i + 8 <= aside.size(); i += FFN_CUDA_ASIDE_BYTES)
+        all_stops += memcmp(&aside[i], "\xff\xff\xff\xff\xff\xff\xff\xff", 8) != 0;
+}
+
 int main(int count, char **arguments)
 {
     const uint64_t seed = count > 1 ? strtoull(arguments[1], NULL, 10) : 1;
@@ -165,15 +281,20 @@ int main(int count, char **arguments)
     shapes[10].first.signature.router_dtype = FFN_CUDA_F16;
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (size_t i = 0; i < shapes.size(); i++) {
-        const ffn_cuda_signature_t &s = shapes[i].first.signature;
+        const ffn_cuda_signature_t s = shapes[i].first.signature;
         model_make(shapes[i].first, 2, seed * 1000000 + i * 10000);
         test_launches(shapes[i].second, seed * 77 + i);
         for (uint32_t ahead = 0; ahead < 2; ahead++)
             test_resident(shapes[i].second, ahead != 0, seed * 99 + i * 2 + ahead);
+        // Of another model, and of the same one.
+        test_cuts(shapes[i].second, (i + seed) % 2, seed * 55 + i);
+        model_make(shapes[i].first, shapes[(i * 5 + seed) % shapes.size()].first, 4, seed * 77 + i);
+        test_cuts(2 + i % 4, (i + seed) % 2, seed * 55 + i + 1);
         printf("hidden %u width %u experts %u top %u shared %u: right\n", s.hidden, s.intermediate,
                s.experts, s.top_k, s.shared_intermediate);
     }
     printf("%u rows compared, %u not comparable, largest error %.2f of the tolerance\n", compared,
            unfair, worst);
-    return compared == 0 || unfair * 10 > compared;
+    printf("%u cuts, %u blocks were in the middle of a command\n", all_cuts, all_stops);
+    return compared == 0 || unfair * 10 > compared || all_cuts == 0 || all_stops == 0;
 }

@@ -175,6 +175,8 @@ void emulated_run(uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
         g->ready[at] = g->ready.back();
         g->ready.pop_back();
         g->idle++;
+        if (g->outside)
+            g->outside();
         emulated_switch(&g->main_stack, g->fibers[g->now].stack_pointer);
         ended += g->fibers[g->now].ended;
     }

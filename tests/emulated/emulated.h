@@ -125,6 +125,7 @@ struct emulated_grid_t {
     uint64_t random, idle; // idle: switches since a fiber did more than look
     void *main_stack;
     std::function<void()> entry;
+    std::function<void()> outside; // what others do: called between any two steps of the grid
 };
 extern emulated_grid_t emulated;
 

@@ -23,22 +23,28 @@ struct layer_t {
     std::vector<float> router_value, bias;
 };
 
-static ffn_cuda_signature_t signature;
+#define MODEL_LAYERS 4u
+static ffn_cuda_signature_t signatures[MODEL_LAYERS]; // of each layer
+static ffn_cuda_signature_t signature;                // of what is looked at
 static std::vector<layer_t> layers;
 static std::vector<ffn_cuda_layer_t> layer_table;
 static uint32_t compared, unfair;
 static double worst;
 
-static void model_make(const shape_t &shape, uint32_t layer_count, uint64_t seed)
+// Layers of both shapes in turn.
+static void model_make(const shape_t &even, const shape_t &odd, uint32_t layer_count, uint64_t seed)
 {
-    const ffn_cuda_signature_t &s = signature = shape.signature;
+    EMULATED_CHECK(layer_count <= MODEL_LAYERS, "%u layers", layer_count);
     emulated_forbid_all();
-    emulated_allow(&signature, sizeof(signature));
+    emulated_allow(signatures, sizeof(signatures));
+    signature = even.signature;
     layers.assign(layer_count, {});
     layer_table.assign(layer_count, {});
     emulated_allow(layer_table.data(), layer_count * sizeof(layer_table[0]));
     for (uint32_t l = 0; l < layer_count; l++) {
         layer_t &layer = layers[l];
+        const shape_t &shape = l % 2 ? odd : even;
+        const ffn_cuda_signature_t &s = signatures[l] = shape.signature;
         const uint32_t count = s.experts ? s.experts + (s.shared_intermediate != 0) : 1;
         layer.parts.resize(count);
         for (uint32_t p = 0; p < count; p++) {
@@ -58,12 +64,17 @@ static void model_make(const shape_t &shape, uint32_t layer_count, uint64_t seed
         for (uint32_t e = 0; e < s.experts; e++)
             layer.bias[e] = 0.2f * ffn_kit_value(seed + (l * 1024 + 1000) * 8 + 4, e);
         emulated_allow(layer.bias.data(), s.experts * 4);
-        layer_table[l].signature = &signature;
+        layer_table[l].signature = &signatures[l];
         layer_table[l].parts = layer.table.data();
         layer_table[l].router = layer.router.data();
         layer_table[l].bias = shape.bias ? layer.bias.data() : NULL;
         layer_table[l].next = (l + 1) % layer_count;
     }
+}
+
+static void model_make(const shape_t &shape, uint32_t layer_count, uint64_t seed)
+{
+    model_make(shape, shape, layer_count, seed);
 }
 
 static double dot(const float *x, const float *w, uint32_t count)
@@ -136,7 +147,7 @@ static bool reference(const layer_t &layer, const float *x, std::vector<double> 
 static void compare_rows(const ffn_cuda_lane_t &lane, const std::vector<float> &values,
                          const char *what)
 {
-    const ffn_cuda_signature_t &s = signature;
+    const ffn_cuda_signature_t &s = signature = signatures[lane.layer];
     for (uint32_t row = 0; row < lane.rows; row++) {
         std::vector<double> want;
         double error = 0, size = 0;

@@ -23,8 +23,9 @@ struct command_end_t {
 
 // One thread of each block, when all of the block's outputs are written: the last one publishes the
 // words that end the command, then its record. The answer first: what follows is on nobody's way.
+// answered: gets `sequence`.
 static __device__ __forceinline__ void command_end(const command_end_t &end, ffn_cuda_queue_t *queue,
-                                                   uint64_t sequence)
+                                                   uint64_t *answered, uint64_t sequence)
 {
     ffn_cuda_record_t record;
     ptx_fence_system(); // also what lies in another device's memory
@@ -37,7 +38,7 @@ static __device__ __forceinline__ void command_end(const command_end_t &end, ffn
     ptx_fence_system();
     if (end.answer)
         ptx_store_relaxed_system(end.answer, end.answer_value);
-    ptx_store_relaxed_system(&queue->answered, sequence);
+    ptx_store_relaxed_system(answered, sequence);
     ffn_cuda_counters_t *counters =
         (ffn_cuda_counters_t *)__ldcg((const unsigned long long *)&queue->counters);
     if (counters) {

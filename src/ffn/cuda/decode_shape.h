@@ -18,6 +18,8 @@
 
 /* Shared memory besides the ring, the sums and the tiles' addresses. */
 #define DECODE_STATE_BYTES (30u * 1024u)
+/* Of ffn_cuda_queue_t.aside, a block. */
+#define FFN_CUDA_ASIDE_BYTES DECODE_STATE_BYTES
 #define DECODE_SHARED_BYTES                                                                        \
     (DECODE_WARPS * DECODE_DEPTH * 16u * DECODE_BYTES +                                            \
      DECODE_WARPS * DECODE_TILES * (1024u + 32u) + DECODE_STATE_BYTES)

@@ -53,7 +53,6 @@ struct decode_call_t {
     uint64_t acted_target;
     uint32_t number;         // the Invocation's, of its meeting: what its logits are marked with
     uint32_t experts_chosen; // parts of `intermediate` width
-    uint32_t leave;
     uint64_t began_ns;
 };
 
@@ -91,11 +90,29 @@ struct decode_state_t {
 };
 static_assert(sizeof(decode_state_t) <= DECODE_STATE_BYTES, "DECODE_STATE_BYTES is too small");
 
+// What a block does next, and who may cut in meanwhile.
+enum decode_turn_t { DECODE_COMMAND, DECODE_CUT, DECODE_RESUME, DECODE_LEAVE };
+
+struct decode_cuts_t {
+    const uint32_t *at; // holds `word` once there is a cut; NULL: none is taken
+    uint32_t word;
+    uint32_t seen[2]; // in a pass, by its number's last bit: who is at the next pass has read it
+    uint32_t seen_waiting;
+    uint32_t turn; // decode_turn_t
+    // Which commands are done; one thread writes, before a barrier.
+    uint64_t sequence;    // of the latest command
+    uint32_t done;        // cuts
+    uint32_t place;       // where the command that lies aside goes on; 0: none does
+    uint32_t cut, resume; // next is a cut, the command that lies aside
+    unsigned char *aside; // this block's, of the queue's
+};
+
 struct decode_shared_t {
     unsigned char ring[DECODE_WARPS][DECODE_DEPTH][DECODE_SLOT_BYTES];
     float sums[2][DECODE_WARPS][DECODE_TILES * 4][32];
     // Rows 0 and 8 of each tile that a warp copies.
     unsigned long long rows_at[DECODE_WARPS][DECODE_TILES][2];
+    decode_cuts_t cuts;
     decode_state_t state;
 };
 static_assert(sizeof(decode_shared_t) <= DECODE_SHARED_BYTES, "DECODE_SHARED_BYTES is too small");

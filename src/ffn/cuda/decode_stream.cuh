@@ -179,17 +179,19 @@ static __device__ __forceinline__ void slot_copy(decode_shared_t &shared, const 
         dense_copy(shared, gate, down, c, policy);
 }
 
-// From the first slot of the layer on; the ring is empty.
+// From the first slot of the pass on; the ring is empty.
 template <bool EXPERTS>
 static __device__ __forceinline__ void cursor_begin(decode_shared_t &shared,
                                                     const decode_phase_t &gate,
-                                                    const decode_phase_t &down, decode_cursor_t *c,
+                                                    const decode_phase_t &down, bool in_down,
+                                                    uint32_t pass, decode_cursor_t *c,
                                                     uint64_t policy)
 {
     c->unit = threadIdx.x / 32;
-    c->pass = c->slot = 0;
-    c->down = gate.passes == 0;
-    c->ended = c->down && down.passes == 0;
+    c->slot = 0;
+    c->down = in_down || pass >= gate.passes;
+    c->pass = c->down && !in_down ? 0 : pass;
+    c->ended = c->down && c->pass >= down.passes;
     c->bytes = c->size = 0;
     if (EXPERTS && c->down) {
         pairs_begin(shared.state, c);
@@ -396,13 +398,14 @@ static __device__ __forceinline__ void close_multiply(const unsigned char *at, u
     }
 }
 
-// All units of a phase, of gate for a layer of experts; NB times 8 rows. Copies of what comes after them
-// are started on the way.
+// All units of a phase from the pass `begin` on, of gate for a layer of experts; NB times 8 rows. Copies of
+// what comes after them are started on the way. Answers the number of passes that are done: fewer than all
+// where a cut has come.
 template <typename T, int NB, bool EXPERTS>
-static __device__ __forceinline__ void
+static __device__ __forceinline__ uint32_t
 phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
-          const decode_phase_t &down, decode_cursor_t *c, uint32_t *slot, uint32_t *buffer,
-          uint64_t policy)
+          const decode_phase_t &down, uint32_t begin, decode_cursor_t *c, uint32_t *slot,
+          uint32_t *buffer, uint64_t policy)
 {
     // Of many rows few are asked for at a time, and what is loaded ahead has no gaps.
     constexpr bool MANY = NB > 2;
@@ -417,8 +420,8 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
     uint4 held[HELD][DECODE_STEPS];
     const decode_input_t from = input_of(sh, is_down);
     place.unit = warp;
-    place.pass = 0;
-    place.ended = p.passes == 0;
+    place.pass = begin;
+    place.ended = begin >= p.passes;
     place_mask<EXPERTS>(sh, p, &place);
     place_settle<EXPERTS>(sh, p, from, &place);
     if constexpr (MANY)
@@ -426,7 +429,10 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
     else
         place_load<NB>(from, place, held);
 #pragma unroll 1
-    for (uint32_t pass = 0; pass < p.passes; pass++) {
+    for (uint32_t pass = begin; pass < p.passes; pass++) {
+        // Looked at when the products are done, a trip to L2 later.
+        const uint32_t *const cut_at = threadIdx.x == 0 ? shared.cuts.at : NULL;
+        const uint32_t look = cut_at ? ptx_load_relaxed_system(cut_at) : 0;
         const uint32_t tile = pass_begin(p, pass), live = pass_begin(p, pass + 1) - tile;
         float sum[TILES][NB][4];
 #pragma unroll
@@ -488,6 +494,8 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
                 for (uint32_t s = 0; s < DECODE_STEPS; s++)
                     held[n][s] = later[n][s];
         }
+        if (cut_at && look == shared.cuts.word)
+            shared.cuts.seen[pass % 2] = 1;
         // Two buffers: who is at the next sums' barrier has read these.
         uint32_t wanted = 0xffffffff;
         if constexpr (EXPERTS && NB > 1)
@@ -512,6 +520,9 @@ phase_run(decode_shared_t &shared, bool is_down, const decode_phase_t &gate,
                 *buffer ^= 1;
             }
         }
+        if (shared.cuts.seen[pass % 2])
+            return pass + 1;
     }
+    return p.passes;
 }
 #endif

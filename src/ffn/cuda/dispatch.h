@@ -31,7 +31,7 @@
 #include "base/protocol_atomics.h"
 #include "ffn/cuda/tables.h"
 
-#define FFN_CUDA_DISPATCH_ABI  2u
+#define FFN_CUDA_DISPATCH_ABI  3u
 #define FFN_CUDA_MAX_LANES     32u
 #define FFN_CUDA_MAX_MODELS    64u
 #define FFN_CUDA_MAX_CONSUMERS 8u
@@ -77,7 +77,9 @@ typedef struct ffn_cuda_dispatch_model {
     uint32_t hidden, dtype;       /* ffn_cuda_dtype_t */
     uint32_t decode_rows;         /* most rows that the decode kernel takes of any layer of it */
     uint32_t few_rows;            /* likewise the resident kernel of few rows; or 0 */
-    uint32_t reserved;
+    /* What an Invocation reads, KiB: of a dense layer, the first `dense_layers`; of a layer of
+     * experts, `shared_kib` and `row_kib` a row, but no more than all experts. */
+    uint32_t dense_layers, dense_kib, shared_kib, row_kib, experts_kib;
 } ffn_cuda_dispatch_model_t;
 
 /* One request to the host thread, one cache line. */
@@ -105,7 +107,8 @@ typedef struct ffn_cuda_dispatch {
     uint32_t max_rows;    /* of an Invocation */
     uint32_t buffer_rows; /* of the Lanes' own input and output */
     uint32_t max_hidden;
-    uint32_t reserved[2];
+    uint32_t cuts; /* whether short commands may cut long ones */
+    uint32_t reserved;
     const ffn_cuda_layer_t *layers;
     ffn_cuda_queue_t *queue;
     const uint32_t *lease;   /* device memory: ffn_cuda_lease_few() */
@@ -121,6 +124,11 @@ typedef struct ffn_cuda_poster {
     uint32_t left;     /* the kernel of this lease has left by itself */
     uint64_t commands; /* posted in this lease */
     uint64_t requests; /* posted to the ring */
+    uint32_t cuts;     /* posted in this lease */
+    /* The latest command, which cuts may be posted into: what it reads, its Lane and ticket, how
+     * many cuts were posted since. */
+    uint32_t long_kib, long_lane, long_cuts;
+    uint64_t long_ticket;
 } ffn_cuda_poster_t;
 
 /* Once a turn. Not 0 while commands may be posted. acquire: pairs with the host's store, which
@@ -134,6 +142,7 @@ PROTOCOL_FUNCTION int ffn_cuda_lease_look(const ffn_cuda_dispatch_t *dispatch,
         poster->lease = lease;
         poster->left = 0;
         poster->commands = 0;
+        poster->cuts = poster->long_kib = 0;
         PROTOCOL_STORE_RELEASE(&dispatch->ring->lease_seen, lease);
     }
     return lease % 2 == 1 && !poster->left;
@@ -156,33 +165,38 @@ PROTOCOL_FUNCTION int ffn_cuda_lease_takes(const ffn_cuda_poster_t *poster, uint
     return poster->lease % 2 == 1 && rows <= decode_rows;
 }
 
+/* A command is cut by one that reads less than so small a part of what it reads, ... */
+#define FFN_CUDA_CUT_PART 2u
+/* ... and so often at most, so that it ends however many short ones there are. */
+#define FFN_CUDA_CUTS_MOST 4u
+
+/* What an Invocation of a layer of the model reads, KiB. */
+PROTOCOL_FUNCTION uint32_t ffn_cuda_invocation_kib(const ffn_cuda_dispatch_model_t *model,
+                                                   uint32_t layer, uint32_t rows)
+{
+    const uint32_t routed = rows * model->row_kib;
+    if (layer < model->dense_layers)
+        return rows ? model->dense_kib : 0;
+    return rows ? model->shared_kib + (routed < model->experts_kib ? routed : model->experts_kib)
+                : 0;
+}
+
 /* What a Lane's per-Invocation fields are. */
 typedef struct ffn_cuda_invocation {
     uint32_t layer, rows;
+    uint32_t kib; /* ffn_cuda_invocation_kib(); 0: it neither cuts nor is cut */
     const void *input;
     void *output;
     float *partial;
 } ffn_cuda_invocation_t;
 
-/* Posts the filled Lane, whose fields are also in `given`, to the resident kernel, which has to
- * take it (ffn_cuda_lease_takes). `ticket` is its answer's; `word` gets `value` when the rows are
- * written (one consumer), or is NULL. 0: refused; nothing was posted, the host ring takes it. The
- * queue is never full: it has more entries than there are Lanes, so an entry holds the command of
- * the round before, and needs no look. acq_rel: pairs with the kernel's acquire of the entry; a
- * kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into the entry it waits for, so exactly one of the
- * two happens. */
-PROTOCOL_FUNCTION int ffn_cuda_invocation_post(const ffn_cuda_dispatch_t *dispatch,
-                                               ffn_cuda_poster_t *poster, uint32_t lane,
-                                               const ffn_cuda_invocation_t *given, uint64_t ticket,
-                                               uint64_t *word, uint64_t value)
+/* Fills an entry but for its sequence. */
+PROTOCOL_FUNCTION void ffn_cuda_command_fill(const ffn_cuda_dispatch_t *dispatch,
+                                             ffn_cuda_command_t *entry, uint32_t lane,
+                                             const ffn_cuda_invocation_t *given, uint64_t ticket,
+                                             uint64_t *word, uint64_t value, uint32_t cuts)
 {
     const ffn_cuda_dispatch_lane_t *own = &dispatch->lanes[lane];
-    const uint64_t next = poster->commands + 1;
-    if (poster->lease % 2 == 0 || poster->left)
-        return 0;
-    ffn_cuda_command_t *entry =
-        &dispatch->queue->entries[poster->commands % FFN_CUDA_QUEUE_ENTRIES];
-    uint64_t before = next > FFN_CUDA_QUEUE_ENTRIES ? next - FFN_CUDA_QUEUE_ENTRIES : 0;
     entry->lane = own->lane;
     entry->answer = word;
     entry->answer_value = value;
@@ -196,23 +210,84 @@ PROTOCOL_FUNCTION int ffn_cuda_invocation_post(const ffn_cuda_dispatch_t *dispat
     entry->layer = given->layer;
     entry->rows = given->rows;
     entry->lane_number = lane;
-    if (PROTOCOL_CAS_NEAR(&entry->sequence, &before, next)) {
-        poster->commands = next;
+    entry->cuts = cuts;
+}
+
+/* Whether such an Invocation is to cut the latest command: it is short beside that, which has not
+ * ended. */
+PROTOCOL_FUNCTION int ffn_cuda_cut_helps(const ffn_cuda_dispatch_t *dispatch,
+                                         const ffn_cuda_poster_t *poster, uint32_t kib)
+{
+    return kib && kib < poster->long_kib / FFN_CUDA_CUT_PART &&
+           poster->long_cuts < FFN_CUDA_CUTS_MOST &&
+           PROTOCOL_LOAD_RELAXED(dispatch->lanes[poster->long_lane].done) != poster->long_ticket;
+}
+
+/* As ffn_cuda_invocation_post(), into the latest command. acq_rel: pairs with the kernel's acquire
+ * of the entry, or of the command that comes after it; a kernel that leaves swaps
+ * FFN_CUDA_QUEUE_LEFT into the entry of the cut that it would do next. */
+PROTOCOL_FUNCTION int ffn_cuda_cut_post(const ffn_cuda_dispatch_t *dispatch,
+                                        ffn_cuda_poster_t *poster, uint32_t lane,
+                                        const ffn_cuda_invocation_t *given, uint64_t ticket,
+                                        uint64_t *word, uint64_t value)
+{
+    ffn_cuda_command_t *entry = &dispatch->queue->cuts[poster->cuts % FFN_CUDA_QUEUE_ENTRIES];
+    uint64_t before = PROTOCOL_LOAD_RELAXED(&entry->sequence);
+    ffn_cuda_command_fill(dispatch, entry, lane, given, ticket, word, value, poster->cuts);
+    if (before != FFN_CUDA_QUEUE_LEFT &&
+        PROTOCOL_CAS_NEAR(&entry->sequence, &before,
+                          FFN_CUDA_CUT_WORD(poster->cuts + 1, poster->commands))) {
+        poster->cuts++;
+        poster->long_cuts++;
         return 1;
     }
     poster->left = 1;
     return 0;
 }
 
-/* The same with the fields as they are in the Lane. */
+/* Posts the filled Lane, whose fields are also in `given`, to the resident kernel, which has to
+ * take it (ffn_cuda_lease_takes). `ticket` is its answer's; `word` gets `value` when the rows are
+ * written (one consumer), or is NULL. 0: refused; nothing was posted, the host ring takes it. The
+ * queue is never full: it has more entries than there are Lanes, so an entry holds the command of
+ * the round before, and needs no look. acq_rel: pairs with the kernel's acquire of the entry; a
+ * kernel that leaves swaps FFN_CUDA_QUEUE_LEFT into the entry it waits for, so exactly one of the
+ * two happens. */
+PROTOCOL_FUNCTION int ffn_cuda_invocation_post(const ffn_cuda_dispatch_t *dispatch,
+                                               ffn_cuda_poster_t *poster, uint32_t lane,
+                                               const ffn_cuda_invocation_t *given, uint64_t ticket,
+                                               uint64_t *word, uint64_t value)
+{
+    const uint64_t next = poster->commands + 1;
+    if (poster->lease % 2 == 0 || poster->left)
+        return 0;
+    if (ffn_cuda_cut_helps(dispatch, poster, given->kib))
+        return ffn_cuda_cut_post(dispatch, poster, lane, given, ticket, word, value);
+    ffn_cuda_command_t *entry =
+        &dispatch->queue->entries[poster->commands % FFN_CUDA_QUEUE_ENTRIES];
+    uint64_t before = next > FFN_CUDA_QUEUE_ENTRIES ? next - FFN_CUDA_QUEUE_ENTRIES : 0;
+    ffn_cuda_command_fill(dispatch, entry, lane, given, ticket, word, value, poster->cuts);
+    if (PROTOCOL_CAS_NEAR(&entry->sequence, &before, next)) {
+        poster->commands = next;
+        poster->long_kib = dispatch->cuts && !ffn_cuda_lease_few(poster->lease) ? given->kib : 0;
+        poster->long_lane = lane;
+        poster->long_ticket = ticket;
+        poster->long_cuts = 0;
+        return 1;
+    }
+    poster->left = 1;
+    return 0;
+}
+
+/* The same with the fields as they are in the Lane; kib: as the Invocation's. */
 PROTOCOL_FUNCTION int ffn_cuda_command_post(const ffn_cuda_dispatch_t *dispatch,
-                                            ffn_cuda_poster_t *poster, uint32_t lane,
+                                            ffn_cuda_poster_t *poster, uint32_t lane, uint32_t kib,
                                             uint64_t ticket, uint64_t *word, uint64_t value)
 {
     const ffn_cuda_lane_t *filled = dispatch->lanes[lane].lane;
     ffn_cuda_invocation_t given;
     given.layer = filled->layer;
     given.rows = filled->rows;
+    given.kib = kib;
     given.input = filled->input;
     given.output = filled->output;
     given.partial = filled->partial;

@@ -266,7 +266,7 @@ static __device__ __forceinline__ void few_resident(few_call_t &call, unsigned c
             next = call.command.layers + call.layer.next;
         __syncthreads(); // the rows are written, the command may be written over
         if (threadIdx.x == 32)
-            command_end(end, queue, sequence);
+            command_end(end, queue, &queue->answered, sequence);
         if (next)
             few_next(call, next);
         __syncwarp();

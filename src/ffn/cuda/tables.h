@@ -186,8 +186,21 @@ typedef struct ffn_cuda_command {
     float *partial;
     uint32_t layer, rows;
     uint32_t lane_number; /* the Lane's among those of the queue; only makes it faster */
-    uint32_t reserved[7];
+    uint32_t cuts;        /* of a command: how many cuts were posted before it */
+    uint32_t reserved[6];
 } ffn_cuda_command_t;
+
+/* A cut is a short command that a block executes in the middle of a long one: cut k (from 1) is at
+ * cuts[(k - 1) % FFN_CUDA_QUEUE_ENTRIES] and is live when its sequence is
+ * FFN_CUDA_CUT_WORD(k, n). It was posted after command n and before n + 1, while n was not done; a
+ * block executes it between its first product of n and its start of n + 1. So every block does it
+ * in the same place of the order, and none that waits in it waits for one that waits for n. */
+#define FFN_CUDA_CUT_BITS 20
+/* 31 bits, so that its low half is never that of FFN_CUDA_QUEUE_LEFT. */
+#define FFN_CUDA_CUT_WORD(cut, command)                                                            \
+    ((uint64_t)(((uint32_t)(command) << FFN_CUDA_CUT_BITS |                                        \
+                 ((uint32_t)(cut) & ((1u << FFN_CUDA_CUT_BITS) - 1))) &                            \
+                0x7fffffffu))
 
 /* What one Invocation was. */
 typedef struct ffn_cuda_record {
@@ -222,6 +235,7 @@ typedef struct ffn_cuda_counters {
 
 typedef struct ffn_cuda_queue {
     ffn_cuda_command_t entries[FFN_CUDA_QUEUE_ENTRIES];
+    ffn_cuda_command_t cuts[FFN_CUDA_QUEUE_ENTRIES];
     uint64_t answered; /* commands done */
     uint64_t pad0[15];
     /* The resident kernel of few rows: by which its blocks meet within a command.
@@ -235,7 +249,12 @@ typedef struct ffn_cuda_queue {
     uint64_t taken; /* items of the command's products, after each warp's first; 0 before it */
     uint64_t pad4[15];
     uint32_t stop; /* not 0: leave without a command (failure, shutdown) */
-    uint32_t pad1[29];
+    uint32_t pad1[13];
+    uint64_t cuts_answered;
+    uint64_t pad5[7];
     ffn_cuda_counters_t *counters; /* written with the zeroes, before the lease; or NULL */
+    /* Likewise: [blocks][FFN_CUDA_ASIDE_BYTES], where a block puts what it knows of a command that
+     * is cut; or NULL: none is. */
+    unsigned char *aside;
 } ffn_cuda_queue_t;
 #endif

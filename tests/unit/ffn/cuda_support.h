@@ -198,6 +198,21 @@ static void fake_run_publish(const fake_launch_t *launch)
     }
     ffn_cuda_publish_words(&p, fake_clock_ns());
 }
+/* Of the library's products of gate and up, into gate's. */
+static void fake_run_activate(const fake_launch_t *launch)
+{
+    uint16_t *gate = FAKE_ARGUMENT(uint16_t *, launch, 0);
+    const uint16_t *up = FAKE_ARGUMENT(const uint16_t *, launch, 1);
+    const uint64_t elements = FAKE_ARGUMENT(uint64_t, launch, 2);
+    const uint32_t dtype = FAKE_ARGUMENT(uint32_t, launch, 3);
+    const uint32_t activation = FAKE_ARGUMENT(uint32_t, launch, 4);
+    for (uint64_t i = 0; i < elements; i++) {
+        const float value =
+            (float)reference_activation((model_activation_t)activation, fake_load(gate, i, dtype)) *
+            fake_load(up, i, dtype);
+        kernels_convert(XP_DTYPE_F32, &value, cuda_dtype_plain(dtype), gate + i, 1);
+    }
+}
 static void fake_run_fill(const fake_launch_t *launch)
 {
     uint8_t *to = FAKE_ARGUMENT(uint8_t *, launch, 0);
@@ -243,6 +258,7 @@ static struct fake_resident {
     pthread_mutex_t lock;
     ffn_cuda_queue_t *queue; /* NULL: it is not there */
     uint64_t sequence;
+    uint32_t cuts;        /* executed */
     bool few;             /* which one it is */
     uint32_t commands[2]; /* executed, by the decode kernel and that of few rows */
 } fake_resident = {.lock = PTHREAD_MUTEX_INITIALIZER};
@@ -259,6 +275,7 @@ static void fake_run_one_or_resident(const fake_launch_t *launch)
     pthread_mutex_lock(&fake_resident.lock);
     fake_resident.queue = FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 1);
     fake_resident.sequence = 1;
+    fake_resident.cuts = 0;
     fake_resident.few = false;
     pthread_mutex_unlock(&fake_resident.lock);
 }
@@ -269,6 +286,7 @@ static void fake_run_few_resident(const fake_launch_t *launch)
     pthread_mutex_lock(&fake_resident.lock);
     fake_resident.queue = FAKE_ARGUMENT(ffn_cuda_queue_t *, launch, 0);
     fake_resident.sequence = 1;
+    fake_resident.cuts = 0;
     fake_resident.few = true;
     pthread_mutex_unlock(&fake_resident.lock);
 }
@@ -282,7 +300,10 @@ static void fake_resident_command(ffn_cuda_queue_t *queue, const ffn_cuda_comman
                                   : rows <= FFN_CUDA_DENSE_ROWS);
     fake_resident.commands[fake_resident.few]++;
     fake_layer(command->lane);
-    __atomic_store_n(&queue->answered, fake_resident.sequence, __ATOMIC_RELEASE);
+    if (command < queue->cuts)
+        __atomic_store_n(&queue->answered, fake_resident.sequence, __ATOMIC_RELEASE);
+    else
+        __atomic_store_n(&queue->cuts_answered, fake_resident.cuts, __ATOMIC_RELEASE);
     if (command->answer)
         PROTOCOL_PUBLISH(command->answer, command->answer_value);
     ffn_cuda_record_begin(command->about, command->lane->rows, &record);
@@ -304,12 +325,24 @@ static bool fake_resident_turn(void)
     while (queue) {
         ffn_cuda_command_t *entry =
             &queue->entries[(fake_resident.sequence - 1) % FFN_CUDA_QUEUE_ENTRIES];
+        ffn_cuda_command_t *cut = &queue->cuts[fake_resident.cuts % FFN_CUDA_QUEUE_ENTRIES];
         uint64_t seen = PROTOCOL_LOAD_ACQUIRE(&entry->sequence);
-        if (seen == fake_resident.sequence) {
+        uint64_t word = PROTOCOL_LOAD_ACQUIRE(&cut->sequence);
+        const uint64_t sequence = fake_resident.sequence, number = fake_resident.cuts + 1;
+        /* In the middle of the command, or after the one before it. */
+        if ((seen == sequence && word == FFN_CUDA_CUT_WORD(number, sequence)) ||
+            (sequence > 1 && word == FFN_CUDA_CUT_WORD(number, sequence - 1))) {
+            assert_true(queue->aside != NULL);
+            fake_resident.cuts++;
+            fake_resident_command(queue, cut);
+        } else if (seen == fake_resident.sequence) {
+            assert_true(entry->cuts <= fake_resident.cuts);
             fake_resident_command(queue, entry);
             fake_resident.sequence++;
         } else if (__atomic_load_n(&queue->stop, __ATOMIC_ACQUIRE)) {
-            if (PROTOCOL_CAS(&entry->sequence, &seen, FFN_CUDA_QUEUE_LEFT))
+            if (seen != FFN_CUDA_QUEUE_LEFT)
+                PROTOCOL_CAS(&entry->sequence, &seen, FFN_CUDA_QUEUE_LEFT);
+            else if (PROTOCOL_CAS(&cut->sequence, &word, FFN_CUDA_QUEUE_LEFT))
                 queue = fake_resident.queue = NULL;
         } else {
             break;
@@ -337,7 +370,7 @@ static const fake_kernel_t fake_ffn_kernels[] = {
     {"ffn_bulk_plan", fake_run_nothing, {8, sizeof(ffn_cuda_map_t)}},
     {"ffn_bulk_reduce", fake_run_bulk_reduce, {8}},
     {"ffn_reduce", fake_run_nothing, {8}},
-    {"ffn_activate", fake_run_nothing, {8, 8, 8, 4, 4}},
+    {"ffn_activate", fake_run_activate, {8, 8, 8, 4, 4}},
     {"ffn_grouped_gate_bf16", fake_run_nothing, {8}},
     {"ffn_grouped_down_bf16", fake_run_nothing, {8}},
     {"ffn_grouped_gate_f16", fake_run_nothing, {8}},

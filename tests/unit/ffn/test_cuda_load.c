@@ -332,6 +332,7 @@ static void test_ledger(void **state)
     config.lanes = 3;
     config.max_rows = rows;
     config.buffer_rows = rows;
+    config.resident = config.cuts = true;
     config.block_bytes = 0;
     assert_int_equal(ffn_cuda_runtime_create(&config, &runtime), XP_OK);
     for (uint32_t i = 0; i < 2; i++) {
@@ -359,7 +360,8 @@ static void test_ledger(void **state)
     const uint64_t lanes = ledger.lane_bytes + ledger.workspace_bytes;
     assert_true(lanes >= stats.workspace_bytes && lanes < stats.workspace_bytes + FFN_CUDA_GRANULE);
     assert_true(ledger.table_bytes >= stats.table_bytes &&
-                ledger.table_bytes <= stats.table_bytes + 2 * FFN_CUDA_GRANULE);
+                ledger.table_bytes <=
+                    stats.table_bytes + 6 * FFN_CUDA_GRANULE); /* any number of blocks */
     ffn_cuda_runtime_destroy(runtime);
     cuda_device_close(&device);
     fixture_close(f[0]);

@@ -4,148 +4,7 @@
  * families and row counts through the host ring and the resident kernel, against the CPU runtime;
  * pieces, gathering and delivery; the lease; records and figures; failures and stopping.
  */
-#include "cuda_support.h"
-
-#define TEST_LIMIT_NS (60 * XP_NS_PER_S)
-
-typedef struct scene {
-    cuda_device_t device;
-    ffn_cuda_config_t config;
-    ffn_cuda_runtime_t *runtime;
-    ffn_cuda_dispatch_t *dispatch; /* "device" memory */
-    ffn_cuda_poster_t poster;
-    uint64_t ticket;
-    uint32_t failures;
-    char text[256];
-} scene_t;
-
-static void scene_failed(void *context, xp_status_t status, const char *text)
-{
-    scene_t *scene = context;
-    (void)status;
-    scene->failures++;
-    snprintf(scene->text, sizeof(scene->text), "%s", text);
-}
-
-static void scene_create(scene_t *scene, bool resident)
-{
-    memset(scene, 0, sizeof(*scene));
-    fake_ffn_reset();
-    device_ok(&scene->device);
-    scene->config = (ffn_cuda_config_t){
-        .device = &scene->device,
-        .lanes = 2,
-        .max_rows = 300,
-        .buffer_rows = 300,
-        .resident = resident,
-        .records = 8,
-        .cpu = -1,
-        .failed = scene_failed,
-        .failed_context = scene,
-    };
-}
-
-static void scene_open(scene_t *scene)
-{
-    if (ffn_cuda_runtime_create(&scene->config, &scene->runtime) != XP_OK)
-        fail_msg("create: %s", xp_error_last()->text);
-}
-
-static void scene_install(scene_t *scene, const fixture_t *f, uint32_t model)
-{
-    ffn_install_t install = install_of(f);
-    install.model = model;
-    if (ffn_cuda_runtime_install(scene->runtime, &install, NULL, NULL) != XP_OK)
-        fail_msg("install: %s", xp_error_last()->text);
-}
-
-static void scene_start(scene_t *scene)
-{
-    if (ffn_cuda_runtime_start(scene->runtime) != XP_OK)
-        fail_msg("start: %s", xp_error_last()->text);
-    scene->dispatch = (ffn_cuda_dispatch_t *)(uintptr_t)ffn_cuda_runtime_dispatch(scene->runtime);
-    assert_int_equal(scene->dispatch->abi, FFN_CUDA_DISPATCH_ABI);
-}
-
-static void scene_close(scene_t *scene)
-{
-    ffn_cuda_runtime_destroy(scene->runtime);
-    cuda_device_close(&scene->device);
-    assert_int_equal(fake_objects(), 0);
-}
-
-/* Fills a Lane as the scheduler does. */
-static ffn_cuda_answer_t *scene_fill(scene_t *scene, uint32_t lane, uint32_t model, uint32_t layer,
-                                     uint32_t rows, const void *input, void *output, float *partial)
-{
-    const ffn_cuda_dispatch_lane_t *own = &scene->dispatch->lanes[lane];
-    own->lane->layer = scene->dispatch->models[model].first_layer + layer;
-    own->lane->rows = rows;
-    own->lane->input = input;
-    own->lane->output = output;
-    own->lane->partial = partial;
-    memset(own->answer, 0, sizeof(*own->answer));
-    own->answer->ticket = ++scene->ticket;
-    own->answer->instance = model + 10;
-    own->answer->layer_of_model = layer;
-    return own->answer;
-}
-
-static bool scene_post(scene_t *scene, uint32_t lane, uint64_t *word, uint64_t value)
-{
-    return ffn_cuda_command_post(scene->dispatch, &scene->poster, lane, scene->ticket, word, value);
-}
-
-/* Until `done`; false after the limit or once the runtime has failed. */
-static bool scene_done(scene_t *scene, uint32_t lane)
-{
-    const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
-    while (!ffn_cuda_lane_done(scene->dispatch, lane, scene->ticket)) {
-        ffn_cuda_lease_look(scene->dispatch, &scene->poster);
-        if (scene->failures || xp_monotonic_ns() > limit)
-            return false;
-    }
-    return true;
-}
-
-/* Waits until the resident kernel runs, looking as the scheduler does. */
-static void scene_lease(scene_t *scene)
-{
-    const uint64_t limit = xp_monotonic_ns() + TEST_LIMIT_NS;
-    ffn_cuda_stats_t stats = {0};
-    while (!ffn_cuda_lease_look(scene->dispatch, &scene->poster) || !stats.lease_in_force) {
-        assert_int_equal(ffn_cuda_runtime_stats(scene->runtime, &stats), XP_OK);
-        if (xp_monotonic_ns() > limit)
-            fail_msg("the lease is not taken");
-    }
-}
-
-static uint16_t *rows_of(uint32_t rows, uint32_t hidden, uint32_t dtype, float *as_float,
-                         uint64_t seed)
-{
-    float *x = random_rows(rows ? rows : 1, hidden, seed);
-    uint16_t *packed = calloc((size_t)rows * hidden + 1, 2);
-    kernels_convert(XP_DTYPE_F32, x, cuda_dtype_plain(dtype), packed, (size_t)rows * hidden);
-    kernels_convert(cuda_dtype_plain(dtype), packed, XP_DTYPE_F32, as_float, (size_t)rows * hidden);
-    free(x);
-    return packed;
-}
-
-static void compare(const float *want, const void *got, bool partial, uint32_t dtype, uint32_t rows,
-                    uint32_t hidden, const char *what)
-{
-    for (uint32_t r = 0; r < rows; r++) {
-        double error = 0, norm = 0;
-        for (uint32_t h = 0; h < hidden; h++) {
-            const uint64_t at = (uint64_t)r * hidden + h;
-            const float g = partial ? ((const float *)got)[at] : fake_load(got, at, dtype);
-            error += (g - want[at]) * (double)(g - want[at]);
-            norm += want[at] * (double)want[at];
-        }
-        if (sqrt(error) > sqrt(norm) * (partial ? 1e-4 : 8e-3) + 1e-6)
-            fail_msg("%s, row %u of %u: off by %g of %g", what, r, rows, sqrt(error), sqrt(norm));
-    }
-}
+#include "cuda_scene.h"
 
 static const uint32_t row_counts[] = {0, 1, 5, 16, 17, 64, 65, 300};
 
@@ -315,15 +174,6 @@ static void test_pieces(void **state)
     assert_int_equal((uintptr_t)piece.partial, 0x300000 + 128 * 512 * 4);
     assert_null(piece.output);
     assert_int_equal(piece.rows, 128);
-}
-
-/* Create to start, with one model and nothing else asked for. */
-static void scene_begin(scene_t *scene, fixture_t *f, bool resident)
-{
-    scene_create(scene, resident);
-    scene_open(scene);
-    scene_install(scene, f, 0);
-    scene_start(scene);
 }
 
 /* Rows from several sources, the result to several consumers, each its slice. */
@@ -588,6 +438,104 @@ static void scene_turn_to(scene_t *scene, uint32_t rows, uint32_t hidden, const 
             assert_int_equal(stats.lease_in_force,
                              rows > 16 ? FFN_CUDA_LEASE_FEW : FFN_CUDA_LEASE_DECODE);
     }
+}
+
+/* A short Invocation cuts a long one that has not ended, with the same results, and not for ever;
+ * the end of a lease leaves none behind. */
+static void test_cuts(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_DEEPSEEK_V2, XP_DTYPE_BF16);
+    scene_t scene;
+    scene_create(&scene, true);
+    scene.config.lanes = 3;
+    scene_open(&scene);
+    scene_install(&scene, f, 0);
+    scene_start(&scene);
+    const ffn_cuda_dispatch_model_t *model = &scene.dispatch->models[0];
+    const uint32_t hidden = f->spec.hidden, last = f->spec.layers - 1, rows[2] = {16, 1};
+    const model_ffn_t *ffn = &f->spec.ffn[last];
+    assert_int_equal(model->dense_layers, 1);
+    assert_int_equal(ffn_cuda_invocation_kib(model, 0, 1), ffn_cuda_invocation_kib(model, 0, 9));
+    const uint64_t part = 6ull * hidden * ffn->intermediate;
+    const uint32_t shared = (6ull * hidden * ffn->shared_intermediate + 1023) / 1024;
+    const uint32_t some = shared + (part * ffn->top_k + 1023) / 1024;
+    const uint32_t all = shared + (part * ffn->experts + 1023) / 1024;
+    assert_int_equal(ffn_cuda_invocation_kib(model, last, 1), some);
+    assert_int_equal(ffn_cuda_invocation_kib(model, last, 1000), all);
+    float *x = calloc(80 * hidden, sizeof(*x));
+    uint16_t *in = rows_of(80, hidden, FFN_CUDA_BF16, x, 9), *out[3], *want[3];
+    for (uint32_t i = 0; i < 3; i++) {
+        out[i] = calloc(80 * hidden, 2);
+        want[i] = calloc(80 * hidden, 2);
+    }
+    scene_lease(&scene);
+    for (uint32_t i = 0; i < 2; i++) {
+        scene_fill(&scene, i, 0, last - i, rows[i], in + i * hidden, want[i], NULL);
+        assert_true(scene_post(&scene, i, NULL, 0));
+        assert_true(scene_done(&scene, i));
+        assert_int_equal(scene.poster.cuts, 0); /* nothing else is under way */
+    }
+    for (uint32_t round = 0; round < 3; round++) {
+        uint64_t tickets[2], words[2] = {0};
+        scene_lease(&scene);
+        const uint32_t cuts = scene.poster.cuts;
+        /* The kernel stands still. */
+        pthread_mutex_lock(&fake_resident.lock);
+        for (uint32_t i = 0; i < 2; i++) {
+            scene_fill(&scene, i, 0, last - i, rows[i], in + i * hidden, out[i], NULL);
+            tickets[i] = scene.ticket;
+            assert_true(scene_post(&scene, i, &words[i], round + 1));
+        }
+        assert_int_equal(scene.poster.cuts, cuts + 1);
+        if (round == 2) { /* this ends the lease */
+            scene_fill(&scene, 2, 0, last, 65, in, out[2], NULL);
+            ffn_cuda_request_post(scene.dispatch, &scene.poster, 2, 0);
+        }
+        const uint64_t latest = scene.ticket;
+        pthread_mutex_unlock(&fake_resident.lock);
+        for (uint32_t i = 0; i < 2; i++) {
+            scene.ticket = tickets[i];
+            assert_true(scene_done(&scene, i));
+            assert_int_equal(words[i], round + 1);
+            assert_memory_equal(out[i], want[i], rows[i] * hidden * 2);
+            memset(out[i], 0, 80 * hidden * 2);
+        }
+        scene.ticket = latest;
+        assert_true(round < 2 || scene_done(&scene, 2));
+    }
+    /* As many as may cut one command; the next one waits behind it. */
+    scene_lease(&scene);
+    pthread_mutex_lock(&fake_resident.lock);
+    scene_fill(&scene, 0, 0, last, 16, in, out[0], NULL);
+    const uint64_t ticket = scene.ticket;
+    assert_true(scene_post(&scene, 0, NULL, 0));
+    const uint64_t commands = scene.poster.commands;
+    for (uint32_t i = 0; i <= FFN_CUDA_CUTS_MOST; i++) {
+        scene_fill(&scene, 1, 0, last, 1, in, out[1], NULL);
+        assert_true(scene_post(&scene, 1, NULL, 0));
+        assert_int_equal(scene.poster.commands, commands + (i == FFN_CUDA_CUTS_MOST));
+    }
+    const uint64_t latest = scene.ticket;
+    pthread_mutex_unlock(&fake_resident.lock);
+    scene.ticket = ticket;
+    assert_true(scene_done(&scene, 0));
+    scene.ticket = latest;
+    assert_true(scene_done(&scene, 1));
+    assert_int_equal(ffn_cuda_runtime_stop(scene.runtime, xp_monotonic_ns() + XP_NS_PER_S), XP_OK);
+    /* The kernel has left: neither a command nor a cut is taken. */
+    ffn_cuda_poster_t poster = scene.poster;
+    ffn_cuda_invocation_t given = {.layer = 1, .rows = 1, .kib = 1};
+    assert_int_equal(ffn_cuda_cut_post(scene.dispatch, &poster, 1, &given, 1, NULL, 0), 0);
+    scene_close(&scene);
+    for (uint32_t i = 0; i < 3; i++) {
+        free(out[i]);
+        free(want[i]);
+    }
+    free(x);
+    free(in);
+    fixture_close(f);
 }
 
 /* The lease goes to the kernel that takes what comes; what it does not take ends it. */
@@ -885,6 +833,7 @@ int main(void)
         cmocka_unit_test(test_shared_workspace),
         cmocka_unit_test(test_lease_after_decode),
         cmocka_unit_test(test_lease),
+        cmocka_unit_test(test_cuts),
         cmocka_unit_test(test_lease_kinds),
         cmocka_unit_test(test_records_lost),
         cmocka_unit_test(test_failures),

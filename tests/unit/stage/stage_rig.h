@@ -72,6 +72,7 @@ typedef struct rig_ffn {
     _Alignas(16) uint16_t lane_out[RIG_LANES][RIG_TOTAL * RIG_HIDDEN];
     uint32_t lease, failure;
     uint64_t commands, requests;
+    uint32_t cuts;
 } rig_ffn_t;
 
 typedef struct rig {
@@ -109,6 +110,7 @@ static inline void rig_dispatch_make(rig_ffn_t *ffn)
     ffn->dispatch->lane_count = RIG_LANES;
     ffn->dispatch->max_rows = ffn->dispatch->buffer_rows = RIG_TOTAL;
     ffn->dispatch->queue = ffn->queue;
+    ffn->dispatch->cuts = 1;
     ffn->dispatch->ring = ffn->ring;
     ffn->dispatch->lease = &ffn->lease;
     ffn->dispatch->failure = &ffn->failure;
@@ -121,7 +123,9 @@ static inline void rig_dispatch_make(rig_ffn_t *ffn)
         ffn->dispatch->models[i] = (ffn_cuda_dispatch_model_t){.first_layer = i * RIG_LAYERS,
                                                                .layers = RIG_LAYERS,
                                                                .decode_rows = RIG_DECODE,
-                                                               .few_rows = RIG_FEW};
+                                                               .few_rows = RIG_FEW,
+                                                               .row_kib = 4,
+                                                               .experts_kib = 1 << 20};
 }
 
 /* Executes the Lane as member `member` would; host: and serves all consumers. */
@@ -161,8 +165,20 @@ static inline bool rig_runtime(rig_t *rig, uint32_t index)
 {
     rig_ffn_t *ffn = &rig->ffn[index];
     ffn_cuda_command_t *command = &ffn->queue->entries[ffn->commands % FFN_CUDA_QUEUE_ENTRIES];
+    ffn_cuda_command_t *cut = &ffn->queue->cuts[ffn->cuts % FFN_CUDA_QUEUE_ENTRIES];
+    const uint64_t word = PROTOCOL_LOAD_ACQUIRE(&cut->sequence);
+    /* In the middle of the next command, which is there then, or after the one before it. */
+    if (word == FFN_CUDA_CUT_WORD(ffn->cuts + 1, ffn->commands + 1) ||
+        (ffn->commands && word == FFN_CUDA_CUT_WORD(ffn->cuts + 1, ffn->commands))) {
+        ffn->cuts++;
+        rig_execute(rig, ffn, (uint32_t)(cut->lane - ffn->lanes), cut->answer, cut->answer_value,
+                    false);
+        return true;
+    }
     if (PROTOCOL_LOAD_ACQUIRE(&command->sequence) == ffn->commands + 1) {
         uint32_t lane = (uint32_t)(command->lane - ffn->lanes);
+        if (command->cuts > ffn->cuts)
+            abort(); /* a cut that was posted before it is missing */
         ffn->commands++;
         rig_execute(rig, ffn, lane, command->answer, command->answer_value, false);
         return true;

@@ -627,6 +627,35 @@ static void test_lanes_and_lease(void **state)
     assert_int_equal(counts->resident + counts->host, 240);
 }
 
+/* A short Invocation that comes while a long one is executed is posted into it, a long one behind
+ * it. */
+static void test_cuts(void **state)
+{
+    rig.ffns = 1;
+    for (uint32_t i = 0; i < 2; i++)
+        shape(i, 1, 1, 0, 1);
+    make(true, 0);
+    rig.ffn[0].lease = 1;
+    attach_all();
+    const stage_counts_t *counts = &rig.ffn[0].scheduler->counts;
+    for (uint32_t n = 0; n < 8; n++) {
+        const uint32_t first = n % 2 ? 1 : RIG_DECODE, second = n % 2 ? RIG_DECODE : 1;
+        rig_put(&rig, 0, 0, n % RIG_LAYERS, &first, n);
+        for (uint32_t t = 0; t < STAGE_LOOK_TURNS; t++)
+            rig_turn(&rig, 0, rig.now_ns += 10); /* nothing is executed */
+        rig_put(&rig, 1, 0, n % RIG_LAYERS, &second, n);
+        for (uint32_t t = 0; t < STAGE_LOOK_TURNS; t++)
+            rig_turn(&rig, 0, rig.now_ns += 10);
+        assert_int_equal(counts->resident, 2 * (n + 1));
+        assert_int_equal(counts->cuts, n / 2 + 1);
+        turns(20);
+        for (uint32_t i = 0; i < 2; i++) {
+            assert_true(rig_look(&rig, i, 0));
+            assert_int_equal(rig_take(&rig, i, 0), 0);
+        }
+    }
+}
+
 /* The choice is that of fabric_policy_choose(), the processors' Coordinator's. */
 static void test_policies(void **state)
 {
@@ -855,6 +884,7 @@ int main(void)
         cmocka_unit_test_teardown(test_stop_and_end, teardown),
         cmocka_unit_test_teardown(test_shutdown_finishes_what_it_took, teardown),
         cmocka_unit_test_teardown(test_lanes_and_lease, teardown),
+        cmocka_unit_test_teardown(test_cuts, teardown),
         cmocka_unit_test_teardown(test_policies, teardown),
         cmocka_unit_test_teardown(test_bounded_turns, teardown),
         cmocka_unit_test(test_values),
