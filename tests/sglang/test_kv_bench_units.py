@@ -557,6 +557,7 @@ class Peers(unittest.TestCase):
             program.write_text(script)
             segment = pathlib.Path("/dev/shm") / f"xpool_peer_{os.getpid()}-m-1"
             segment.touch()
+            self.addCleanup(segment.unlink, missing_ok=True)
             more = host.kvcached_environment(f"{os.getpid()}.m-1")
             self.assertEqual((more["ENABLE_KVCACHED"], more["KVCACHED_IPC_NAME"], segment.exists()), ("true", segment.name, False))
             self.assertEqual(more["PYTHONPATH"].split(os.pathsep)[-1], str(host.site))
