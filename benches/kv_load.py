@@ -7,7 +7,6 @@ import ctypes
 import datetime
 import pathlib
 import random
-import re
 import subprocess
 import threading
 import time
@@ -378,17 +377,3 @@ def shares(books):
     """{model: tokens} of an equal split of the pool in bytes, in whole bundles. One pool, one group a model."""
     pool, groups = books["pools"][0]["bytes"], books["groups"]
     return {g["model"]: pool // len(groups) // g["bundle_bytes"] * g["bundle_tokens"] for g in groups}
-
-
-# ---- what logs tell ------------------------------------------------------------------------------------------
-def kvcached_patches(text):
-    """(patches applied, patches that failed) as kvcached says in a server's log; None: it says nothing."""
-    done = re.findall(r"Successfully patched \S+: (.+)", text)
-    failed = re.findall(r"Failed to patch \S+: (.+)", text)
-    if not done and not failed:
-        return None
-
-    def count(lists):
-        return max((len([one for one in line.split(",") if one.strip()]) for line in lists), default=0)
-
-    return count(done), count(failed)

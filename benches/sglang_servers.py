@@ -34,9 +34,12 @@ LOG_TAIL = 2500
 NO_PREFILL_GRAPHS = "--disable-piecewise-cuda-graph"
 CACHES = pathlib.Path("/tmp/xpool-sglang-caches")
 CACHES_MOST_MIB = 15.5
+STANDINS = results.ROOT / "tests" / "cuda" / "sglang_site"  # its sitecustomize.py brings a peer in
 TRUSTED = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
 _GRAPHS = re.compile(r"Capture (cuda graph|piecewise CUDA graph) end\. Time elapsed: ([\d.]+) s")
 _BATCH = re.compile(r"(Decode|Prefill) batch.*cuda graph: (True|False)")
+KVCACHED_PTH = "kvcached_autopatch.pth"
+_PATCHED, _UNPATCHED = re.compile(r"Successfully patched sglang: (.+)"), re.compile(r"Failed to patch sglang: (.+)")
 _next_port = iter(())
 
 
@@ -110,14 +113,20 @@ class Gpus:
         return {"CUDA_VISIBLE_DEVICES": ",".join(d.partition(":")[2] for d in device)}
 
     def kvcached_environment(self, name):
-        """The settings that kvcached's own page names; `peer` is where it was installed."""
-        if not self.peer or not (self.peer / "kvcached").exists():
-            raise harness.Failed("kvcached is not here: --peer names the folder it was installed in")
+        """The settings that kvcached's own page names; `peer` is where it was installed. Its hooks come in by its .pth
+        file, which the tree's sitecustomize.py reads: that of `site` may be as old as the archive."""
+        absent = [what for what in ("kvcached", KVCACHED_PTH) if not self.peer or not (self.peer / what).exists()]
+        if absent:
+            raise harness.Failed(f"kvcached is not here (no {absent[0]}): --peer names the folder it was installed in")
+        segment = "xpool_peer_" + re.sub(r"[^\w-]", "-", name)
+        for left in glob.glob(f"/dev/shm/{segment}*"):  # of a server that was killed: a limit would be read there
+            os.unlink(left)
         return {
             "ENABLE_KVCACHED": "true",
             "KVCACHED_AUTOPATCH": "1",
-            "KVCACHED_IPC_NAME": f"xpool_peer_{name}",
+            "KVCACHED_IPC_NAME": segment,
             "XPOOL_PEER_SITE": str(self.peer),
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, (STANDINS, self.site)))),
         }
 
     def role_environment(self, python):
@@ -284,6 +293,25 @@ def for_kvcached(words):
     return kept + ([] if "--disable-piecewise-cuda-graph" in kept else ["--disable-piecewise-cuda-graph"])
 
 
+def kvcached_patches(text):
+    """(names of the patches applied, of those that failed) as kvcached says in a server's log."""
+    return tuple(sorted({name.strip() for names in one.findall(text) for name in names.split(",") if name.strip()}) for one in (_PATCHED, _UNPATCHED))
+
+
+def kvcached_fault(text, ready=False):
+    """Why what a server's log says is not SGLang with kvcached; None: it says nothing against it so far. `ready`: it serves.
+    Each process of SGLang is patched when it imports SGLang, a scheduler long before it loads weights; with kvcached its
+    KV Cache is a virtual one."""
+    done, failed = kvcached_patches(text)
+    if failed:
+        return f"kvcached did not patch SGLang: {', '.join(failed)} failed, {len(done)} were applied"
+    if not done and (ready or "Load weight begin" in text):
+        return "kvcached did not patch SGLang: its hooks are not in SGLang's processes, the log has no word of it"
+    if ready and "VirtualKV Cache is allocated" not in text:
+        return "kvcached did not patch SGLang: the scheduler's KV Cache is not kvcached's"
+    return None
+
+
 class Server:
     """One SGLang server. `side`: "vanilla", "kvcached" or "crosspool"."""
 
@@ -331,13 +359,20 @@ class Server:
     def healthy(self):
         if self.ready_after is not None:
             return True
+        fault = self.side == "kvcached" and kvcached_fault(self.text())
         if self.process.poll() is not None:
-            raise harness.Failed(f"{self.name()} ended with {self.process.returncode} before it was ready\n{self.tail()}")
+            why = f": {fault}" if fault else ""
+            raise harness.Failed(f"{self.name()} ended with {self.process.returncode} before it was ready{why}\n{self.tail()}")
+        if fault:
+            raise harness.Failed(f"{self.name()}: {fault}")
         try:
             if harness.http_request(f"http://127.0.0.1:{self.port}/health", timeout=2)[0] != 200:
                 return False
         except OSError:
             return False
+        fault = self.side == "kvcached" and kvcached_fault(self.text(), ready=True)
+        if fault:
+            raise harness.Failed(f"{self.name()}: {fault}")
         self.ready_after = time.monotonic() - self.began
         broken = [line for line in self.text().splitlines() if any(words in line for words in BROKEN_PLUGIN)]
         if broken:

@@ -16,8 +16,9 @@ for again and again while `xpool kv trim` takes away what they do not use: answe
 moved, in every group. Nothing is killed but what is left at the end.
 
 --elastic: that, harder: SGLang's prefix cache is on, there are longer prompts, three of which begin alike, room
-for 32 requests, and ceilings that fall and rise; with tp2 both ranks have the same slots, prefix caches and
-requests whenever memory has moved (tests/sglang/hooks/xpool_rank_hooks.py).
+for 32 requests, and ceilings that fall and rise. As many requests of each wave as want four bundles beside the floor
+have prompts that nobody asked before; a wave begins where all is at its floor. With tp2 both ranks have the same
+slots, prefix caches and requests whenever memory has moved (tests/sglang/hooks/xpool_rank_hooks.py).
 
 --site: a folder with SGLang and what it needs, where the interpreter itself has it not. --dummy: no
 checkpoint is read, tokens are not compared. --rehearse: CPU devices, without graphs. Exit code 77: no GPUs.
@@ -58,6 +59,9 @@ ELASTIC_ROWS, ELASTIC_PROMPTS, ALIKE, CONTEXT = 32, (700, 760, 900), 600, 1024
 BROKEN = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply hooks")
 LOG_TAIL = 6000
 TRIMMED_JUDGED = 60  # of the different answers that come while memory moves, evenly chosen; each takes a moment
+MOVED_BUNDLES, MOVES = 4, 10  # that a wave wants beside the floor; states of moved memory that ranks are compared in
+FRESH_PROMPT = CONTEXT - TOKENS - 16  # tokens of a prompt that is asked once
+FRESH_JUDGED = len(PROMPTS + ELASTIC_PROMPTS)  # of those answers: as many as vanilla's
 TRIMMED_SIGMAS = 3.0  # of one answer's misses beside vanilla's: many are looked at, and wrong memory misses nearly all
 
 GPU_FLAGS = (
@@ -155,7 +159,8 @@ class Run:
         self.tp, self.dp = LAYOUTS[arguments.layout]
         self.ranks = self.tp * self.dp
         # Two cores take their time.
-        self.rows, self.waves = (ELASTIC_ROWS, 6) if arguments.elastic and self.gpu else (DECODE_ROWS, 6 if self.gpu else 2)
+        self.rows, self.waves = (ELASTIC_ROWS, 5) if arguments.elastic and self.gpu else (DECODE_ROWS, 6 if self.gpu else 2)
+        self.fresh = []  # [prompt, answer] of those that are asked once
         self.kv_tokens = self.rows * CONTEXT if arguments.elastic else KV_TOKENS
         self.lengths = PROMPTS + (ELASTIC_PROMPTS if arguments.elastic else ())
         self.processes = []
@@ -287,17 +292,20 @@ class Run:
 
     # --- asking -----------------------------------------------------------------------------------------
 
-    def prompt(self, number):
+    def drawn(self, state, count):
         """Token ids by a small generator of its own, the same wherever this runs."""
-        def drawn(state, count):
-            ids = []
-            for _ in range(count):
-                state = (state * 1103515245 + 12345) & 0x7FFFFFFF
-                ids.append(10 + (state >> 8) % (self.vocabulary - 10))
-            return ids
+        ids = []
+        for _ in range(count):
+            state = (state * 1103515245 + 12345) & 0x7FFFFFFF
+            ids.append(10 + (state >> 8) % (self.vocabulary - 10))
+        return ids
 
+    def prompt(self, number):
+        """Of `number`, or [a number of its own]: then one that is asked once."""
+        if isinstance(number, list):
+            return self.drawn(1_000_003 + number[0], FRESH_PROMPT)
         alike = ALIKE if number >= len(PROMPTS) else 0
-        return drawn(99, alike) + drawn(12345 + number, self.lengths[number] - alike)
+        return self.drawn(99, alike) + self.drawn(12345 + number, self.lengths[number] - alike)
 
     def ask(self, port, number, logprobs=False):
         body = {
@@ -428,14 +436,42 @@ class Run:
             raise Failed(f"xpool kv {' '.join(words)}: {out.stderr}")
         return out.stdout
 
+    def groups(self):
+        return json.loads(self.kv("--json"))["groups"]
+
+    def wave(self, turn, many, fresh):
+        """What `many` requests at once ask for: numbers of prompts, and [number] of `fresh` ones a group that are asked
+        here alone, spread evenly. SGLang deals requests out to its groups in turn."""
+        asked, each = [], many // self.dp
+        for i in range(each):
+            new = (i + 1) * fresh // each > i * fresh // each
+            for g in range(self.dp):
+                slot = i * self.dp + g
+                asked.append([turn * many + slot] if new else len(self.lengths) - 1 - slot % (len(self.lengths) - 2))
+        return asked
+
+    def at_floors(self, failed):
+        """Waits until trims have taken all that is above the floors."""
+        end = min(self.until, time.monotonic() + 10)
+        while any(group["backed"]["tokens"] > group["floor"]["tokens"] for group in self.groups()):
+            if failed or time.monotonic() > end:
+                failed.append("memory that nobody uses was not taken within 10 s")
+                return
+            time.sleep(0.1)
+
     def elastic(self, port, alone):
         """The KV Cache grows by demands and shrinks by trims under the requests: whether it did, and the answers
         that were given, each different one once: [(prompt, tokens)]."""
-        before = json.loads(self.kv("--json"))["groups"]
+        before = self.groups()
         if not before[0]["elastic"]:
             print("the KV Cache is fixed", flush=True)
             return not self.arguments.elastic, []
-        ceiling = before[0]["ceiling"]["tokens"]
+        ceiling, floor, bundle = before[0]["ceiling"]["tokens"], before[0]["floor"]["tokens"], before[0]["bundle_tokens"]
+        many, fresh, least = self.rows * self.dp, 0, 1
+        if self.arguments.elastic:
+            fresh, least = -(-MOVED_BUNDLES * bundle // (FRESH_PROMPT + TOKENS)), self.waves
+            if fresh > self.rows - 4 or ceiling < floor + MOVED_BUNDLES * bundle:
+                raise Failed(f"no scene: bundles of {bundle} tokens, a floor of {floor}, a ceiling of {ceiling}, {self.rows} requests")
         stop, failed = threading.Event(), []
         sizes = [set() for _ in before]
 
@@ -447,7 +483,7 @@ class Run:
                     if self.arguments.elastic and turn % 8 == 0:
                         self.kv("set", "first", "--ceiling", str(ceiling // 2 if turn % 16 else ceiling))
                     self.kv("trim", "first")
-                    for group, seen in zip(json.loads(self.kv("--json"))["groups"], sizes, strict=True):
+                    for group, seen in zip(self.groups(), sizes, strict=True):
                         seen.add(group["backed"]["tokens"])
                 except (Failed, subprocess.TimeoutExpired) as error:
                     failed.append(str(error))
@@ -459,32 +495,34 @@ class Run:
                 failed.append(str(error))
 
         thread, found = threading.Thread(target=trim), {}
-        many = self.rows * self.dp
+        began = time.monotonic()
         thread.start()
         for turn in range(self.waves):
-            asking = [
-                threading.Thread(target=one, args=((turn, i), len(self.lengths) - 1 - i % (len(self.lengths) - 2), found))
-                for i in range(many)
-            ]
+            asking = [threading.Thread(target=one, args=((turn, i), number, found)) for i, number in enumerate(self.wave(turn, many, fresh))]
             for request in asking:
                 request.start()
             for request in asking:
                 request.join(120)
-            time.sleep(0.4)
+            if self.arguments.elastic:
+                self.at_floors(failed)
+            time.sleep(0.1 if self.arguments.elastic else 0.4)
         stop.set()
         thread.join(120)
-        after = json.loads(self.kv("--json"))["groups"]
+        after = self.groups()
         grants = [new["grants"] - old["grants"] for new, old in zip(after, before, strict=True)]
-        moved = all(len(seen) > 1 for seen in sizes) and min(grants) > 0
+        moved = all(len(seen) > 1 for seen in sizes) and min(grants) >= least
         good = not failed and len(found) == self.waves * many and moved and self.same_states()
-        same = sum(ids == alone[number] for number, ids in found.values())
-        good &= self.gpu or same == len(found)  # in float32 nothing excuses another token
-        print(f"{many} at once, trimmed: {same} of {len(found)} answers are those given alone", flush=True)
+        self.fresh = [[self.prompt(number), ids] for _, (number, ids) in sorted(found.items()) if isinstance(number, list)]
+        known = [(number, ids) for number, ids in found.values() if not isinstance(number, list)]
+        same = sum(ids == alone[number] for number, ids in known)
+        good &= self.gpu or same == len(known)  # in float32 nothing excuses another token
+        print(f"{many} at once, {fresh * self.dp} of them of new prompts, trimmed, {self.waves} times in {time.monotonic() - began:.1f} s:"
+              f" {same} of {len(known)} answers are those given alone", flush=True)  # fmt: skip
         print(f"elastic KV: {'good' if good else 'WRONG'}; {grants} grants, sizes in tokens {[sorted(seen) for seen in sizes]},"
-              f" bundles of {after[0]['bundle_tokens']}; {failed[:3]}", flush=True)  # fmt: skip
+              f" bundles of {bundle}; {failed[:3]}", flush=True)  # fmt: skip
         every = sorted(set().union(*sizes))
-        self.result["elastic KV"] = dict(good=good, sizes=every, grants=sum(grants), same=same, answers=len(found))
-        return good, [(number, list(ids)) for number, ids in sorted({(number, tuple(ids)) for number, ids in found.values()})]
+        self.result["elastic KV"] = dict(good=good, sizes=every, grants=sum(grants), same=same, answers=len(known), fresh=len(self.fresh))
+        return good, [(number, list(ids)) for number, ids in sorted({(number, tuple(ids)) for number, ids in known})]
 
     def same_states(self):
         """Of tensor parallel ranks, as far as both have written them down."""
@@ -493,8 +531,10 @@ class Run:
         written = [file.read_text().splitlines()[:-1] for file in sorted(self.states.glob("*"))]
         count = min(map(len, written), default=0)
         part = next((i for i in range(count) if len({lines[i] for lines in written}) > 1), None)
-        good = len(written) == self.tp and count > 10 and part is None
-        print(f"states of the ranks: {[len(lines) for lines in written]}, {'the same' if part is None else f'they part at {part}'}", flush=True)
+        moved = min((sum(line.endswith(" moved") for line in lines) for lines in written), default=0)
+        good = len(written) == self.tp and moved > MOVES and part is None
+        print(f"states of the ranks: {[len(lines) for lines in written]}, {moved} of them where memory had moved ({MOVES + 1} wanted),"
+              f" {'the same' if part is None else f'they part at {part}'}", flush=True)  # fmt: skip
         return good
 
     def check_graphs(self, steps):
@@ -532,6 +572,7 @@ class Run:
             trimmed = [trimmed[i * len(trimmed) // TRIMMED_JUDGED] for i in range(TRIMMED_JUDGED)]
         sides = {name: [list(pair) for pair in zip(prompts, one)] for name, one in (("ours", said[0]), ("plain", wanted))}
         sides["trimmed"] = [[prompts[number], ids] for number, ids in trimmed]
+        sides["fresh"] = [self.fresh[i * len(self.fresh) // FRESH_JUDGED] for i in range(FRESH_JUDGED)] if self.fresh else []
         # Asked again elsewhere: sglang_truth.py reads it.
         self.result["question"] = {"model": str(self.arguments.model), "sides": sides}
         judged = sglang_truth.ask(self.arguments.python, self.arguments.model, sides)
@@ -543,6 +584,12 @@ class Run:
         print(f"float32: CrossPool is {worse:.2f} sigma worse, {'good' if good else 'WRONG'} ({time.monotonic() - began:.1f} s);"
               f" turns the same: {all(one == said[0] for one in said)}", flush=True)  # fmt: skip
         self.result["float32"] = {"ours": ours, "plain": plain, "worse": worse, "good": good}
+        if sides["fresh"]:
+            fresh = sglang_truth.summary(judged["fresh"])
+            fine = sglang_truth.verdict(fresh, plain) <= TRIMMED_SIGMAS
+            good &= fine
+            print(f"float32, new prompts while memory moves: {'' if fine else 'WRONG: '}{sglang_truth.words(fresh)}", flush=True)
+            self.result["float32"]["fresh"] = fresh
         for (number, ids), answer in zip(trimmed, judged["trimmed"], strict=True):
             one, other = sglang_truth.summary([answer]), sglang_truth.summary([judged["plain"][number]])
             fine = sglang_truth.verdict(one, other) <= TRIMMED_SIGMAS
@@ -594,7 +641,7 @@ def rows_of(found):
                 "bool",
                 target=">= 1",
                 note=f"{name}: answers while the KV Cache is trimmed under them again and again: {one['same']} of"
-                f" {one['answers']} the same as before, the others judged by float32; {one['grants']} grants, {one['sizes'][0]} to {one['sizes'][-1]} tokens",
+                f" {one['answers']} the same as before, the others judged by float32, of {one['fresh']} to new prompts some; {one['grants']} grants, {one['sizes'][0]} to {one['sizes'][-1]} tokens",
             )
         )
     return rows

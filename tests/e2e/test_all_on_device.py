@@ -130,6 +130,19 @@ def an_end_from_outside_leaves_an_archive():
         check([(entry["step"], entry["failed"]) for entry in summary] == [("good", []), ("hang", ["ended by signal 15"])], summary)
 
 
+def stand_ins_are_the_tree_s():
+    """Those of an archive are as old as it is."""
+    bundle = load(SCRIPT.with_name("sglang_bundle"))
+    with tempfile.TemporaryDirectory() as folder:
+        site = pathlib.Path(folder) / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text("old")
+        (site / "kept.py").write_text("")
+        done = bundle.install(types.SimpleNamespace(source=pathlib.Path(folder), to=site, build_to=site / "build", python=sys.executable))
+        check(done == 0 and (site / "kept.py").exists(), done)
+        check((site / "sitecustomize.py").read_bytes() == (bundle.STANDINS / "sitecustomize.py").read_bytes(), "sitecustomize.py is the old one")
+
+
 def a_packed_build_is_current():
     """Whatever the build folder has is made from its sources first; else nothing is packed."""
     missing = [name for name in ("ninja", "xz") if not shutil.which(name)]
@@ -231,4 +244,4 @@ def what_another_step_measured():
 
 
 if __name__ == "__main__":
-    harness.main(steps, a_packed_build_is_current, an_end_from_outside_leaves_an_archive, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)
+    harness.main(steps, a_packed_build_is_current, stand_ins_are_the_tree_s, an_end_from_outside_leaves_an_archive, failures_stand_until_the_step_ends_well, a_step_that_begins_has_time_for_a_measurement, unknown_step_and_no_gpu, what_another_step_measured)

@@ -116,6 +116,43 @@ def commands():
         system.stop()
 
 
+def several_groups():
+    """A model's groups are set together or not at all. No Instance is needed: the books are the plan's."""
+    models = [
+        harness.model("two", engine="sglang", dtype="float32", attention_dp=2, decode_rows=4, max_context=512, kv_floor_tokens=256),
+        harness.model("one", dtype="float32", decode_rows=4, max_context=512, kv_floor_tokens=256),
+    ]
+
+    with harness.System(models, atn=2, memory="32MiB") as system:
+
+        def of(model):
+            return [group for group in shown(system)[0]["groups"] if group["model"] == model]
+
+        def sizes():
+            return [(group["floor"]["tokens"], group["ceiling"]["tokens"]) for group in of("two")]
+
+        system.hand = [system.launch("daemon", "serve")]
+        harness.wait_until(lambda: system.run("kv", "--json")[0] == 0, 20, "the daemon answers")
+        most, (one,) = [ceiling for _, ceiling in sizes()], of("one")
+        harness.check(sorted(group["devices"] for group in of("two")) == [["cpu:0"], ["cpu:1"]], f"{of('two')}")
+        # Now the ceiling fits the device that `two` has alone, and not the one that it shares.
+        code, _, err = system.run("kv", "set", "one", "--floor", str(one["ceiling"]["tokens"]))
+        harness.check(code == 0, err)
+        before = sizes()
+        code, _, err = system.run("kv", "set", "two", "--floor", str(max(most)))
+        harness.check(code == 1 and "room for" in err, f"floors of {most} beside {of('one')}: {code} {err}")
+        harness.check(sizes() == before, f"something was set: {of('two')}")
+        code, _, err = system.run("kv", "set", "one", "--floor", "64")
+        harness.check(code == 0, err)
+        # Nor is it wanted for later, when there is room.
+        code, _, err = system.run("kv", "set", "two", "--ceiling", str(max(most)))
+        harness.check(code == 0 and [floor for floor, _ in sizes()] == [floor for floor, _ in before], f"{code} {err}: {of('two')}")
+        code, _, err = system.run("kv", "set", "two", "--floor", str(max(most)))
+        harness.check(code == 0 and [floor for floor, _ in sizes()] == most, f"{code} {err}: {of('two')}")
+        system.hand[0].terminate()
+        system.hand[0].wait(20)
+
+
 def silent():
     """Its memory cannot be counted on while it says nothing, so it is ended, and others go on."""
     with system_of_two("[deadlines]\nkv = 0.4") as system:
@@ -172,4 +209,4 @@ def daemon_dies():
 
 
 if __name__ == "__main__":
-    harness.main(commands, silent, daemon_dies)
+    harness.main(commands, several_groups, silent, daemon_dies)

@@ -10,17 +10,19 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import unittest
 import unittest.mock
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "benches"))
+sys.path[:0] = [str(ROOT / "benches"), str(ROOT / "tests" / "cuda")]
 
 import hop_ways  # noqa: E402
 import numpy  # noqa: E402
 import results  # noqa: E402
+import sglang_first  # noqa: E402
 import sglang_gpu  # noqa: E402
 import sglang_models  # noqa: E402
 import sglang_padded  # noqa: E402
@@ -662,6 +664,57 @@ class Padded(unittest.TestCase):
         self.assertIn("0.25-0.5: 1, 0.75-1: 9, 2+: 2", words)
         row = sglang_padded.spread_row("m", {"bins": [0] * 8, "least": 0, "most": 0, "rows": 30, "chosen": 6, "places": 8}, {"rows": 10}, 100)
         self.assertEqual((row["value"], row["target"]), (0.75, ">= 1"))
+
+
+class First(unittest.TestCase):
+    """tests/cuda/sglang_first.py: the waves of requests under which memory moves."""
+
+    def run_of(self, tp=1, dp=1, groups=()):
+        run = sglang_first.Run.__new__(sglang_first.Run)
+        run.arguments = types.SimpleNamespace(elastic=True, layout="tp1")
+        run.tp, run.dp, run.rows, run.waves, run.gpu = tp, dp, 32, 2, True
+        run.vocabulary, run.lengths, run.fresh, run.result = 4096, sglang_first.PROMPTS + sglang_first.ELASTIC_PROMPTS, [], {}
+        run.until = time.monotonic() + 60
+        run.groups = lambda: [dict(group) for group in groups]
+        run.tokens = lambda port, number: ([len(run.prompt(number))], 0.0)
+        run.kv = lambda *words: ""
+        return run
+
+    def test_a_wave(self):
+        for dp in (1, 2):
+            run = self.run_of(dp=dp)
+            waves = [run.wave(turn, 32 * dp, 17) for turn in range(2)]
+            for wave in waves:
+                for group in range(dp):  # each has as many
+                    self.assertEqual(sum(isinstance(number, list) for number in wave[group::dp]), 17)
+            fresh = [number for wave in waves for number in wave if isinstance(number, list)]
+            self.assertEqual(len({tuple(run.prompt(number)) for number in fresh}), 2 * 17 * dp)
+            self.assertEqual({number for wave in waves for number in wave if not isinstance(number, list)}, {2, 3, 4, 5, 6})
+
+    def test_new_prompts_want_four_bundles(self):
+        for bundle, wanted in ((256, 2), (2048, 9), (4096, 17)):
+            size = {"elastic": True, "ceiling": {"tokens": 32768}, "floor": {"tokens": bundle}, "backed": {"tokens": bundle}, "bundle_tokens": bundle, "grants": 0}
+            run = self.run_of(groups=[size])
+            good, known = run.elastic(1, {number: [length] for number, length in enumerate(run.lengths)})
+            self.assertFalse(good)  # nothing has moved
+            self.assertEqual((len(run.fresh), run.result["elastic KV"]["same"]), (2 * wanted, 2 * (32 - wanted)))
+            self.assertGreaterEqual(wanted * (sglang_first.FRESH_PROMPT + sglang_first.TOKENS), 4 * bundle)
+        for bundle, ceiling in ((8192, 65536), (4096, 16384)):
+            size = {"elastic": True, "ceiling": {"tokens": ceiling}, "floor": {"tokens": 4096}, "bundle_tokens": bundle, "grants": 0}
+            with self.assertRaisesRegex(sglang_first.Failed, "no scene"):
+                self.run_of(groups=[size]).elastic(1, {})
+
+    def test_states_count_where_memory_moved(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = self.run_of(tp=2)
+            run.states = pathlib.Path(folder)
+            for moves, good in ((11, True), (10, False)):
+                lines = [f"{i} d{i}{' moved' if i < moves else ''}\n" for i in range(40)]
+                for rank in range(2):
+                    (run.states / f"{rank}.1").write_text("".join(lines))
+                self.assertEqual(run.same_states(), good)
+            (run.states / "1.1").write_text("".join(lines).replace("d30", "other"))
+            self.assertFalse(run.same_states())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ books, rows, and what is told of a peer that does not run."""
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 import time
@@ -535,18 +536,69 @@ class Peers(unittest.TestCase):
         with self.assertRaisesRegex(harness.Failed, "kvcached is not here"):
             host.kvcached_environment("m")
         with tempfile.TemporaryDirectory() as folder:
-            host.peer = pathlib.Path(folder)
+            host.peer, host.site = pathlib.Path(folder), None
             (host.peer / "kvcached").mkdir()
-            found = host.kvcached_environment("m")
-        self.assertEqual((found["ENABLE_KVCACHED"], found["KVCACHED_IPC_NAME"]), ("true", "xpool_peer_m"))
+            with self.assertRaisesRegex(harness.Failed, r"no kvcached_autopatch\.pth"):
+                host.kvcached_environment("m")
 
-    def test_what_kvcached_says(self):
-        self.assertIsNone(kv_load.kvcached_patches("nothing of it"))
-        self.assertEqual(kv_load.kvcached_patches("[kvcached] Successfully patched sglang: a, b, c\n"), (3, 0))
-        self.assertEqual(kv_load.kvcached_patches("Successfully patched sglang: a\nFailed to patch sglang: b, c\n"), (1, 2))
-        server = types.SimpleNamespace(text=lambda: "Failed to patch sglang: b", name=lambda: "s")
-        with self.assertRaisesRegex(harness.Failed, "patches"):
-            kv_gpu.check_patched({"m": server})
+    def test_hooks_of_the_peer_are_in_spawned_processes(self):
+        """Beside a site whose own sitecustomize.py is of before there was a peer."""
+        script = "import multiprocessing, sys\nif __name__ == '__main__':\n    child = multiprocessing.get_context('spawn').Process(target=print, args=('child',))\n"
+        script += "    child.start()\n    child.join()\n"
+        with tempfile.TemporaryDirectory() as folder:
+            host = sglang_servers.Gpus.__new__(sglang_servers.Gpus)
+            host.peer, host.site = pathlib.Path(folder) / "peer", pathlib.Path(folder) / "site"
+            (host.peer / "kvcached").mkdir(parents=True)
+            host.site.mkdir()
+            (host.site / "sitecustomize.py").write_text("")
+            (host.peer / "kvcached_autopatch.pth").write_text("import os; import kvcached; os.write(1, b'hooked ')\n")
+            (host.peer / "kvcached" / "__init__.py").write_text("")
+            program = pathlib.Path(folder) / "program.py"
+            program.write_text(script)
+            segment = pathlib.Path("/dev/shm") / f"xpool_peer_{os.getpid()}-m-1"
+            segment.touch()
+            self.addCleanup(segment.unlink, missing_ok=True)
+            more = host.kvcached_environment(f"{os.getpid()}.m-1")
+            self.assertEqual((more["ENABLE_KVCACHED"], more["KVCACHED_IPC_NAME"], segment.exists()), ("true", segment.name, False))
+            self.assertEqual(more["PYTHONPATH"].split(os.pathsep)[-1], str(host.site))
+            plain = {**os.environ, "PYTHONPATH": str(host.site)}
+            said = [subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=60).stdout for env in (plain, {**plain, **more})]
+        self.assertEqual(said[0].split(), ["child"])
+        self.assertEqual(said[1].split()[-2:], ["hooked", "child"])
+
+    def test_a_server_that_is_not_patched_fails(self):
+        loads = "Load weight begin. avail mem=139.11 GB\n"
+        done, failed = "[kvcached] Successfully patched sglang: a, b, c\n", "[kvcached] Failed to patch sglang: d\n"
+        virtual = "[kvcached] VirtualKV Cache is allocated. #tokens: 9\n"
+        self.assertEqual(sglang_servers.kvcached_patches(done + done + failed), (["a", "b", "c"], ["d"]))
+        for text, ready, why in (
+            ("", False, None),  # it has not come so far
+            (done + loads, False, None),
+            (done + loads + virtual, True, None),
+            (loads, False, "no word"),
+            ("", True, "no word"),
+            (done + failed, False, "d failed, 3 were applied"),
+            (done + loads, True, "not kvcached's"),
+        ):
+            found = sglang_servers.kvcached_fault(text, ready)
+            self.assertTrue(found is None if why is None else why in found and found.startswith("kvcached did not patch SGLang"), (text, ready, found))
+        made = sglang_servers.Server.__new__(sglang_servers.Server)
+        made.ready_after, made.model, made.port, made.began = None, types.SimpleNamespace(name="m"), 1, 0.0
+        for side, text, code, why in (
+            ("kvcached", loads, None, "^kvcached m: kvcached did not patch SGLang"),
+            ("kvcached", loads, -9, "ended with -9 before it was ready: kvcached did not patch SGLang"),
+            ("kvcached", done, None, "^kvcached m: kvcached did not patch SGLang: the scheduler's"),  # it answers
+            ("kvcached", done + virtual, None, None),
+            ("vanilla", loads, None, None),
+        ):
+            made.side, made.text, made.process = side, lambda text=text: text, types.SimpleNamespace(poll=lambda code=code: code, returncode=code)
+            made.ready_after = None
+            with mock.patch.object(harness, "http_request", return_value=(200, {}, b"")):
+                if why is None:
+                    self.assertTrue(made.healthy())
+                else:
+                    with self.assertRaisesRegex(harness.Failed, why):
+                        made.healthy()
 
     def test_a_model_that_does_not_start_is_left_out_once(self):
         with tempfile.TemporaryDirectory() as folder:

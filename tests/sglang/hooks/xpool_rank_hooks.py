@@ -4,8 +4,9 @@
 Loaded by SGLang as the plugin `xpool_rank_hooks` beside the plugin `xpool`, in schedulers only.
 
 - XPOOL_TEST_KV_STATES=FOLDER: each rank writes to a file there, whenever it changes, a digest of all that
-  decides about its slots at the beginning of a step: "STEP DIGEST". Tensor parallel ranks must write the same.
-  On a GPU, which would be waited for, only where the slots with memory or the goal have changed.
+  decides about its slots at the beginning of a step: "STEP DIGEST", and " moved" where the slots with memory, those
+  that may be used or the goal have changed. Tensor parallel ranks must write the same. On a GPU, which would be
+  waited for, only then.
 - XPOOL_TEST_KV_DEATH=FILE: while it holds "RANK POINT", that rank ends by SIGKILL when it comes to that point
   of an operation, having renamed the file to FILE.done.
 """
@@ -71,7 +72,7 @@ def write_state(elastic):
         return
     found = digest(elastic)
     if found != _last:
-        _file.write(f"{elastic.step} {found}\n")
+        _file.write(f"{elastic.step} {found}{'' if _sizes == before else ' moved'}\n")
         _last = found
 
 
