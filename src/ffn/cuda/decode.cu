@@ -399,6 +399,7 @@ static __device__ __forceinline__ void aside_put(decode_shared_t &shared, uint32
         call.began_ns = clock_ns() - call.began_ns;
         shared.cuts.place = place;
         shared.cuts.cut = 1;
+        shared.cuts.resume = 0; // it may have been cut before
     }
     __syncthreads();
     aside_move(shared, false);
