@@ -26,25 +26,27 @@ typedef struct choice {
     int reserved[4];
 } choice_t;
 
-/* Products so far, and those that used a workspace on a second stream (one use, at start, is free).
- */
+/* Products so far, and those that used activations on a second stream (one use, at start, is free):
+ * where a layer's lie depends on its scratch alone, whatever its rows. */
 uint32_t fake_cublaslt_products, fake_cublaslt_mixed;
 static struct {
-    void *workspace, *stream;
+    const void *activations;
+    void *stream;
     uint32_t streams;
 } used[16];
+static void *written[2]; /* by the two products before: gate's and up's place */
 
-static void note(void *workspace, void *stream)
+static void note(const void *activations, void *stream)
 {
     for (uint32_t i = 0; i < 16; i++) {
-        if (used[i].workspace == workspace && used[i].stream == stream)
+        if (used[i].activations == activations && used[i].stream == stream)
             return;
-        if (used[i].workspace == workspace && used[i].streams == 2) {
+        if (used[i].activations == activations && used[i].streams == 2) {
             fake_cublaslt_mixed++;
             return;
         }
-        if (used[i].workspace == workspace || !used[i].workspace) {
-            used[i].workspace = workspace;
+        if (used[i].activations == activations || !used[i].activations) {
+            used[i].activations = activations;
             used[i].stream = stream;
             used[i].streams++;
             return;
@@ -169,13 +171,17 @@ EXPORTED int cublasLtMatmul(void *handle, void *product, const void *alpha, cons
     (void)product;
     (void)c;
     (void)c_as;
+    (void)workspace;
     (void)workspace_bytes;
     if (*(const float *)alpha != 1 || *(const float *)beta != 0 || left->rows != right->rows ||
         left->columns != out->rows || right->columns != out->columns ||
         algorithm->columns != right->columns || algorithm->type != (uint64_t)out->type)
         return 7;
     fake_cublaslt_products++;
-    note(workspace, stream);
+    if (b == written[0])
+        note(b, stream);
+    written[0] = written[1];
+    written[1] = d;
     for (uint64_t column = 0; column < out->columns; column++)
         for (uint64_t row = 0; row < out->rows; row++) {
             double sum = 0;
