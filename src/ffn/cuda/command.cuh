@@ -21,6 +21,25 @@ struct command_end_t {
     uint32_t rows, capacity;
 };
 
+// One thread, of the command that has been executed.
+static __device__ __forceinline__ command_end_t
+command_end_of(const ffn_cuda_command_t &command, uint64_t began_ns, ffn_cuda_meeting_t *meeting,
+               uint32_t (*trace)[FFN_CUDA_MAX_BLOCKS], uint32_t capacity)
+{
+    command_end_t end;
+    end.answer = command.answer;
+    end.answer_value = command.answer_value;
+    end.done = command.done;
+    end.done_value = command.done_value;
+    end.about = command.about;
+    end.began_ns = began_ns;
+    end.meeting = meeting;
+    end.trace = trace;
+    end.rows = command.rows;
+    end.capacity = capacity;
+    return end;
+}
+
 // One thread of each block, when all of the block's outputs are written: the last one publishes the
 // words that end the command, then its record. The answer first: what follows is on nobody's way.
 // answered: gets `sequence`.
@@ -55,6 +74,16 @@ static __device__ __forceinline__ void command_end(const command_end_t &end, ffn
         ffn_cuda_record_end(counters, &record);
 }
 
+// Of an entry that is there; a whole warp, the block's first.
+static __device__ __forceinline__ void command_read(ffn_cuda_command_t &command,
+                                                    const ffn_cuda_command_t *entry)
+{
+    if (threadIdx.x < COMMAND_WORDS)
+        ((unsigned long long *)&command)[threadIdx.x] =
+            __ldcg((const unsigned long long *)entry + threadIdx.x);
+    __syncwarp();
+}
+
 // Waits for the command `sequence` and reads it into shared memory, with the time; a whole warp, the
 // block's first. False: leave.
 static __device__ __forceinline__ bool command_wait(ffn_cuda_command_t &command, uint64_t &began_ns,
@@ -75,10 +104,7 @@ static __device__ __forceinline__ bool command_wait(ffn_cuda_command_t &command,
     seen = __shfl_sync(0xffffffffu, seen, 0);
     if (seen == FFN_CUDA_QUEUE_LEFT)
         return false;
-    if (threadIdx.x < COMMAND_WORDS)
-        ((unsigned long long *)&command)[threadIdx.x] =
-            __ldcg((const unsigned long long *)entry + threadIdx.x);
-    __syncwarp();
+    command_read(command, entry);
     return command.lane != NULL;
 }
 #endif

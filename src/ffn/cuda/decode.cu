@@ -449,15 +449,6 @@ static __device__ __forceinline__ decode_turn_t cut_or_leave(ffn_cuda_command_t 
     }
 }
 
-static __device__ __forceinline__ void command_read(ffn_cuda_command_t &command,
-                                                    const ffn_cuda_command_t *entry)
-{
-    if (threadIdx.x < COMMAND_WORDS)
-        ((unsigned long long *)&command)[threadIdx.x] =
-            __ldcg((const unsigned long long *)entry + threadIdx.x);
-    __syncwarp();
-}
-
 // Waits for the command after `sequence`, of which cuts may still come, or for the cut after `cuts`; reads
 // what it answers. Warp 0.
 static __device__ __forceinline__ decode_turn_t command_turn(decode_call_t &call,
@@ -555,18 +546,8 @@ static __device__ __forceinline__ command_end_t turn_end(decode_shared_t &shared
     cuts.resume = cuts.place != 0;
     *answered_out = was_cut ? &queue->cuts_answered : &queue->answered;
     *number_out = was_cut ? cuts.done : cuts.sequence;
-    command_end_t end;
-    end.answer = call.command.answer;
-    end.answer_value = call.command.answer_value;
-    end.done = call.command.done;
-    end.done_value = call.command.done_value;
-    end.about = call.command.about;
-    end.began_ns = call.began_ns;
-    end.meeting = call.lane.meeting;
-    end.trace = call.lane.trace;
-    end.rows = call.command.rows;
-    end.capacity = FFN_CUDA_DECODE_ROWS;
-    return end;
+    return command_end_of(call.command, call.began_ns, call.lane.meeting, call.lane.trace,
+                          FFN_CUDA_DECODE_ROWS);
 }
 
 // One layer of `given`, or, where `queue` is not NULL, those of its commands until it says to leave, with

@@ -249,18 +249,9 @@ static __device__ __forceinline__ void few_resident(few_call_t &call, unsigned c
         }
         // Warp 0 waits for the next command while warp 1 ends this one.
         command_end_t end = {};
-        if (threadIdx.x == 32) {
-            end.answer = call.command.answer;
-            end.answer_value = call.command.answer_value;
-            end.done = call.command.done;
-            end.done_value = call.command.done_value;
-            end.about = call.command.about;
-            end.began_ns = call.began_ns;
-            end.meeting = call.lane.workspace.meeting;
-            end.trace = call.lane.workspace.trace;
-            end.rows = rows;
-            end.capacity = FEW_ROWS_MOST;
-        }
+        if (threadIdx.x == 32)
+            end = command_end_of(call.command, call.began_ns, call.lane.workspace.meeting,
+                                 call.lane.workspace.trace, FEW_ROWS_MOST);
         const ffn_cuda_layer_t *next = NULL;
         if (threadIdx.x >= FEW_NEXT_FIRST && call.layer.next != FFN_CUDA_NO_LAYER)
             next = call.command.layers + call.layer.next;
