@@ -101,7 +101,7 @@ static __device__ void wait_by_looking(const mailbox_arena_t *arena,
             break;
         if (looks % WAIT_ROUND != 0)
             continue;
-        if (stage_device_wait_closed(arena, state))
+        if (stage_device_wait_closed(arena, state, direct, &missing))
             break;
         now = transport_clock_ns();
         if (now < next)

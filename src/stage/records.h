@@ -335,14 +335,19 @@ PROTOCOL_FUNCTION int stage_device_wait_answer(const mailbox_arena_t *arena,
     return 0;
 }
 
-/* Was the arena closed? Every so many looks for the answer: each is a trip to memory of its own. */
+/* Was the arena closed? Every so many looks for the answer: each is a trip to memory of its own. An
+ * answer that came between that look and this one was before the close, and counts. Returns 1 when
+ * over. */
 PROTOCOL_FUNCTION int stage_device_wait_closed(const mailbox_arena_t *arena,
-                                               transport_device_state_t *state)
+                                               transport_device_state_t *state, uint32_t direct,
+                                               uint32_t *missing)
 {
     const uint32_t closed = mailbox_closed(arena);
-    if (closed)
+    if (!closed)
+        return 0;
+    if (!stage_device_wait_answer(arena, state, direct, missing))
         state->status = closed < XP_STATUS_COUNT ? closed : (uint32_t)XP_PEER;
-    return closed != 0;
+    return 1;
 }
 
 /* One look of a wait, both questions. Returns 1 when over. */
@@ -351,6 +356,6 @@ PROTOCOL_FUNCTION int stage_device_wait_look(const mailbox_arena_t *arena,
                                              uint32_t *missing)
 {
     return stage_device_wait_answer(arena, state, direct, missing) ||
-           stage_device_wait_closed(arena, state);
+           stage_device_wait_closed(arena, state, direct, missing);
 }
 #endif

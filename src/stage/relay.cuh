@@ -130,7 +130,8 @@ template <class Writer> struct relay_handler_t {
             state.phase = TRANSPORT_PHASE_LIVE;
             // Whether the arena was closed is a trip to memory of its own.
             over = stage_device_wait_answer(arena, &state, direct, &missing) ||
-                   (looks++ % RELAY_ROUND == 0 && stage_device_wait_closed(arena, &state));
+                   (looks++ % RELAY_ROUND == 0 &&
+                    stage_device_wait_closed(arena, &state, direct, &missing));
             status = state.status;
         }
         const uint64_t both = transport_from_lane0((uint64_t)over << 32 | status);

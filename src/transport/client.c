@@ -107,14 +107,18 @@ xp_status_t transport_client_set_doorbell(transport_client_t *client, int doorbe
     return XP_OK;
 }
 
-static xp_status_t client_check_open(const transport_client_t *client)
+static xp_status_t client_check_reason(uint32_t reason)
 {
-    uint32_t reason = mailbox_closed(client->arena);
     if (!reason)
         return XP_OK;
     if (reason == XP_CLOSED)
         return xp_fail(XP_CLOSED, "the Transport arena is closed");
     return xp_fail(XP_FATAL, "the Transport arena was closed by a failure of its Generation");
+}
+
+static xp_status_t client_check_open(const transport_client_t *client)
+{
+    return client_check_reason(mailbox_closed(client->arena));
 }
 
 static xp_status_t client_check_tensor(const transport_client_t *client,
@@ -221,8 +225,8 @@ xp_status_t transport_client_wait(transport_client_t *client, uint64_t deadline_
         return xp_fail(XP_INVALID, "no request is live");
     mailbox_arena_t *arena = client->arena;
     for (;;) {
-        uint32_t seen = mailbox_bell_observe(&arena->response.bell), answer;
-        switch (mailbox_response_read(arena, client->sequence, &answer)) {
+        uint32_t seen = mailbox_bell_observe(&arena->response.bell), answer, closed;
+        switch (mailbox_response_wait_look(arena, client->sequence, &answer, &closed)) {
         case MAILBOX_LIVE:
             if (answer == XP_OK) {
                 client->state = CLIENT_ANSWERED;
@@ -238,7 +242,7 @@ xp_status_t transport_client_wait(transport_client_t *client, uint64_t deadline_
         case MAILBOX_NONSENSE:
             return xp_fail(XP_PEER, "the AtnAgent's response sequence is out of order");
         }
-        XP_TRY(client_check_open(client));
+        XP_TRY(client_check_reason(closed));
         uint64_t now_ns = xp_monotonic_ns();
         if (now_ns >= deadline_ns)
             return xp_fail(XP_TIMEOUT, "no answer from the FFN tier before the deadline");

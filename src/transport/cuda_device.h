@@ -117,8 +117,8 @@ PROTOCOL_FUNCTION void transport_device_put(mailbox_arena_t *arena, transport_de
 PROTOCOL_FUNCTION int transport_device_wait_look(const mailbox_arena_t *arena,
                                                  transport_device_state_t *state)
 {
-    uint32_t answer = 0, closed;
-    switch (mailbox_response_read(arena, state->sequence, &answer)) {
+    uint32_t answer = 0, closed = 0;
+    switch (mailbox_response_wait_look(arena, state->sequence, &answer, &closed)) {
     case MAILBOX_LIVE:
         state->phase = answer == XP_OK ? TRANSPORT_PHASE_ANSWERED : TRANSPORT_PHASE_IDLE;
         state->status = answer < XP_STATUS_COUNT ? answer : (uint32_t)XP_PEER;
@@ -129,9 +129,8 @@ PROTOCOL_FUNCTION int transport_device_wait_look(const mailbox_arena_t *arena,
         state->status = XP_PEER;
         return 1;
     }
-    closed = mailbox_closed(arena);
     if (closed)
-        state->status = closed;
+        state->status = closed < XP_STATUS_COUNT ? closed : (uint32_t)XP_PEER;
     return closed != 0;
 }
 

@@ -235,4 +235,19 @@ PROTOCOL_FUNCTION uint32_t mailbox_closed(const mailbox_arena_t *arena)
 {
     return PROTOCOL_LOAD_ACQUIRE(&arena->closed);
 }
+
+/* Instance: one look of a wait for `sequence`. With MAILBOX_NONE, *closed_out is the reason of the
+ * end or 0. What was answered before the close counts, also where both came between the two loads.
+ */
+PROTOCOL_FUNCTION mailbox_look_t mailbox_response_wait_look(const mailbox_arena_t *arena,
+                                                            uint64_t sequence, uint32_t *status_out,
+                                                            uint32_t *closed_out)
+{
+    mailbox_look_t look = mailbox_response_read(arena, sequence, status_out);
+    *closed_out = 0;
+    if (look != MAILBOX_NONE)
+        return look;
+    *closed_out = mailbox_closed(arena);
+    return *closed_out ? mailbox_response_read(arena, sequence, status_out) : look;
+}
 #endif

@@ -63,7 +63,7 @@ stage_test_round_trips(const __grid_constant__ stage_put_t put, mailbox_arena_t 
                         break;
                     if (++looks % WAIT_ROUND != 0)
                         continue;
-                    if (stage_device_wait_closed(arena, &copy))
+                    if (stage_device_wait_closed(arena, &copy, direct, &missing))
                         break;
                     const uint64_t now = transport_clock_ns();
                     if (now < next)

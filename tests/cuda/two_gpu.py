@@ -288,6 +288,17 @@ def shared_prompt(file, rank, choose):
     return torch.load(file)
 
 
+def wait_for_ranks(folder, model, rank, count):
+    """Until all ranks of the Instance have their last answer, as where ranks gather each step's logits: the first
+    one that closes ends the Instance for all."""
+    (folder / f"{part_name(model, rank)}.last").touch()
+    limit = time.monotonic() + WAIT_S
+    while not all((folder / f"{part_name(model, one)}.last").exists() for one in range(count)):
+        if time.monotonic() > limit:
+            raise SystemExit("the Instance's other ranks had no end")
+        time.sleep(0.005)
+
+
 def instance(arguments):
     """One Instance Rank: reference, then through CrossPool. Its result is a file; a barrier by files."""
     import torch
@@ -404,6 +415,7 @@ def instance(arguments):
     result["ffn_calls"] = rank.state().ffn_calls
     if ordinal is not None:
         torch.cuda.synchronize()
+    wait_for_ranks(folder, arguments.instance, arguments.rank, info.attention_tp)
     rank.close()
     (folder / f"{name}.json").write_text(json.dumps(result))
 

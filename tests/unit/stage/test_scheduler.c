@@ -858,6 +858,19 @@ static void test_answers(void **state)
     assert_false(stage_device_wait_answer(arena, &device, 3, &missing));
     assert_true(stage_device_wait_look(arena, &device, 3, &missing));
     assert_int_equal(device.status, XP_FATAL);
+    /* Answered and closed after the look for the answer, before that for the close: it is answered.
+     */
+    for (uint32_t relay = 0; relay < 2; relay++) {
+        const uint32_t direct = relay ? STAGE_ANSWER_STATUS : 1;
+        device = (transport_device_state_t){.phase = TRANSPORT_PHASE_LIVE, .sequence = 11 + relay};
+        missing = direct;
+        assert_false(stage_device_wait_answer(arena, &device, direct, &missing));
+        mailbox_partial_publish(mailbox_partial_at(arena, 0), 11 + relay, XP_OK);
+        mailbox_response_publish(arena, 11 + relay, XP_OK);
+        assert_true(stage_device_wait_closed(arena, &device, direct, &missing));
+        assert_int_equal(device.status, XP_OK);
+        assert_int_equal(device.phase, TRANSPORT_PHASE_ANSWERED);
+    }
 }
 
 int main(void)

@@ -132,6 +132,56 @@ static void test_two_sides(void **state)
     assert_true(shared.answered == device.sequence || shared.answered + 1 == device.sequence);
 }
 
+/* One AtnAgent's last act: it answers and closes. Arena by arena. */
+enum { LAST_ARENAS = 200000 };
+static mailbox_arena_t *last_arenas;
+
+/* The two meet within nanoseconds only where both look without a pause. */
+static void last_look(uint32_t *looks)
+{
+    if ((*looks)++ % 256 == 0)
+        sched_yield();
+}
+
+static void *answer_and_close_run(void *argument)
+{
+    (void)argument;
+    for (uint32_t i = 0; i < LAST_ARENAS; i++) {
+        mailbox_request_t request;
+        for (uint32_t looks = 1;
+             mailbox_request_read(&last_arenas[i & 1], 0, &request) != MAILBOX_LIVE;)
+            last_look(&looks);
+        mailbox_response_publish(&last_arenas[i & 1], 1, XP_OK);
+        mailbox_close(&last_arenas[i & 1], XP_CLOSED);
+    }
+    return NULL;
+}
+
+static void test_answer_before_close(void **state)
+{
+    (void)state;
+    pthread_t agent;
+    last_arenas = test_calloc(2, sizeof(*last_arenas));
+    assert_int_equal(pthread_create(&agent, NULL, answer_and_close_run, NULL), 0);
+    for (uint32_t i = 0; i < LAST_ARENAS; i++) {
+        mailbox_arena_t *arena = &last_arenas[i & 1];
+        uint32_t answer, closed;
+        mailbox_request_publish(arena, 1);
+        mailbox_look_t look;
+        for (uint32_t looks = 1;; last_look(&looks)) {
+            look = mailbox_response_wait_look(arena, 1, &answer, &closed);
+            if (look != MAILBOX_NONE || closed)
+                break;
+        }
+        assert_int_equal(look, MAILBOX_LIVE);
+        for (uint32_t looks = 1; !mailbox_closed(arena);)
+            last_look(&looks);
+        memset(arena, 0, sizeof(*arena));
+    }
+    pthread_join(agent, NULL);
+    test_free(last_arenas);
+}
+
 static void test_slot_words(void **state)
 {
     uint32_t word = transport_slot_word(7, TRANSPORT_SLOT_DROPPED);
@@ -273,7 +323,8 @@ static void test_patience(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_two_sides), cmocka_unit_test(test_slot_words),
-        cmocka_unit_test(test_lives), cmocka_unit_test(test_patience)};
+        cmocka_unit_test(test_two_sides), cmocka_unit_test(test_answer_before_close),
+        cmocka_unit_test(test_slot_words), cmocka_unit_test(test_lives),
+        cmocka_unit_test(test_patience)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
