@@ -91,15 +91,23 @@ def row(metric, value, unit, floor=None, peer=None, target=None, note=""):
     }
 
 
-def sanitizer_rows(prefix, tool, text, note):
-    """What compute-sanitizer found in a program's output. No summary at all is no clean run: None."""
+def sanitizer_rows(prefix, tool, text, note, ran=r"(\d+) cases, \d+ failed"):
+    """What compute-sanitizer found, by its and the program's output. No clean run, so None: without the tool's summary,
+    or without the program's own last line, `ran`, whose group is how much it did and not 0."""
     if tool == "racecheck":
         found = re.search(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)", text)
     else:
         found = re.search(r"ERROR SUMMARY: (\d+) errors?", text)
-    if not found:
+    did = re.search(f"^{ran}", text, re.MULTILINE)
+    if not found or not did or did[1] == "0":
         return None
     return [row(f"{prefix}.{tool}", sum(map(int, found.groups())), "errors", target="0", note=note)]
+
+
+def sanitizer_sees(tool, text):
+    """Whether compute-sanitizer reported the planted error of its kind (tests/cuda/ffn_device.cu: test_planted)."""
+    kind = {"memcheck": "Invalid __global__ write of size 4", "racecheck": "Race reported between"}[tool]
+    return kind in text and "test_planted" in text
 
 
 def keep_samples(folder):

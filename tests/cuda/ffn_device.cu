@@ -71,6 +71,15 @@ extern "C" __global__ void test_stop(ffn_cuda_queue_t *queue)
     *(volatile uint32_t *)&queue->stop = 1;
 }
 
+// Two errors for compute-sanitizer to find: a race in shared memory between two warps, and a write of
+// words[at], which is past the end. Two warps.
+extern "C" __global__ void test_planted(uint32_t *words, uint32_t at)
+{
+    __shared__ uint32_t passed[64];
+    passed[threadIdx.x] = threadIdx.x + at;
+    words[at] = passed[threadIdx.x ^ 32];
+}
+
 // ---- how fast memory can be read at all ----------------------------------------------------------
 // Every block reads its part of `bytes` and uses nothing: pieces next to each other, or, interleaved,
 // pieces a grid apart. 192 KiB of a multiprocessor are under way.

@@ -5,9 +5,9 @@
  *
  * usage: cuda_ffn_kernels [small] [decode] [resident] [bulk] [few] [padded] [library]
  *                         [reduce]
- * small: few rows and shapes, for
- * compute-sanitizer. No group named: all of them. Every case runs,
- * also after one that failed.
+ *        cuda_ffn_kernels planted
+ * small: few rows and shapes, for compute-sanitizer. No group named: all of them. Every case runs,
+ * also after one that failed. planted: nothing but errors for compute-sanitizer to find.
  */
 #include <math.h>
 #include <string.h>
@@ -708,6 +708,22 @@ static void test_reduce(ffn_kit_t *kit, const ffn_kit_model_t *m)
     lane_free(kit, &l);
 }
 
+/* A word past the end of an allocation is still within the driver's, so this ends well without the
+ * tool. With it the launch may fail. */
+static int planted(ffn_kit_t *kit)
+{
+    xp_clock_t clock = xp_clock_system();
+    cuda_address_t words = ffn_kit_alloc(kit, 4);
+    uint32_t at = 1;
+    void *parameters[] = {&words, &at};
+    CHECK_OK(CUDA_CALL(kit->device.driver, cuLaunchKernel, kit->function[FFN_KIT_PLANTED], 1, 1, 1,
+                       64, 1, 1, 0, kit->stream, parameters, NULL));
+    const xp_status_t status =
+        cuda_stream_wait(&kit->device, kit->stream, &clock, xp_monotonic_ns() + 10000000000ull);
+    printf("planted: the launch %s\n", status == XP_OK ? "ended" : "failed");
+    return 0;
+}
+
 static bool wanted(int count, char **arguments, const char *group)
 {
     bool any = false;
@@ -727,6 +743,8 @@ int main(int count, char **arguments)
         small = small || strcmp(arguments[i], "small") == 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     ffn_kit_open(&kit, small ? 12 : 0);
+    if (count == 2 && strcmp(arguments[1], "planted") == 0)
+        return planted(&kit);
     const uint32_t n = shapes_make(shapes);
     for (uint32_t i = 0; i < n; i++) {
         const ffn_cuda_signature_t *s = &shapes[i].signature;

@@ -16,8 +16,8 @@ CUDA_IMAGE_DECLARE(tests_ffn_device);
 void ffn_kit_open(ffn_kit_t *kit, uint32_t blocks)
 {
     static const char *const names[FFN_KIT_KERNELS] = {
-        "test_fill",      "test_post",       "test_leave",    "test_stop",
-        "test_read_bulk", "test_read_async", "test_read_load"};
+        "test_fill",      "test_post",       "test_leave",     "test_stop",
+        "test_read_bulk", "test_read_async", "test_read_load", "test_planted"};
     const cuda_driver_t *driver;
     memset(kit, 0, sizeof(*kit));
     if (cuda_driver_load(&driver) != XP_OK) {

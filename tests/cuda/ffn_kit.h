@@ -36,6 +36,7 @@ enum {
     FFN_KIT_READ_BULK,
     FFN_KIT_READ_ASYNC,
     FFN_KIT_READ_LOAD,
+    FFN_KIT_PLANTED,
     FFN_KIT_KERNELS
 };
 #define FFN_KIT_READ_SHARED (192 * 1024) /* bytes, of the first two */

@@ -86,6 +86,36 @@ class Commit(unittest.TestCase):
             self.assertEqual(results.commit(), clean + "-dirty")
 
 
+class Sanitizer(unittest.TestCase):
+    RAN = "========= COMPUTE-SANITIZER\n212 cases, 0 failed, 448 rows compared, 0 not comparable (ties)\n"
+    CLEAN = {"memcheck": "========= ERROR SUMMARY: 0 errors\n", "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"}
+
+    def rows(self, tool, text, *ran):
+        return results.sanitizer_rows("ffn.sanitizer", tool, text, "small", *ran)
+
+    def test_a_row_is_what_was_found(self):
+        for tool, clean in self.CLEAN.items():
+            self.assertEqual(self.rows(tool, self.RAN + clean), [results.row(f"ffn.sanitizer.{tool}", 0, "errors", target="0", note="small")])
+        found = "========= RACECHECK SUMMARY: 27 hazards displayed (25 errors, 2 warnings)\n"
+        self.assertEqual(self.rows("racecheck", self.RAN + found)[0]["value"], 27)
+        self.assertEqual(self.rows("memcheck", self.RAN + "========= ERROR SUMMARY: 1 error\n")[0]["value"], 1)
+        self.assertEqual(self.rows("memcheck", "ok transport_sanitize\n" + self.CLEAN["memcheck"], "(ok) transport_sanitize$")[0]["value"], 0)
+
+    def test_an_empty_run_is_none(self):
+        for tool, clean in self.CLEAN.items():
+            other = self.CLEAN["racecheck" if tool == "memcheck" else "memcheck"]
+            for text in ("", self.RAN, clean, clean + "0 cases, 0 failed\n", clean + "no cases, 0 failed\n", self.RAN + other):
+                self.assertIsNone(self.rows(tool, text), text)
+
+    def test_what_is_planted_must_be_seen(self):
+        write = "========= Invalid __global__ write of size 4 bytes\n=========     at test_planted+0x90 in ffn_device.cu:80\n"
+        race = "========= Error: Race reported between Write access at test_planted+0x50 in ffn_device.cu:79\n"
+        for tool, sees, other in (("memcheck", write, race), ("racecheck", race, write)):
+            self.assertTrue(results.sanitizer_sees(tool, sees))
+            for text in ("", other, sees.replace("test_planted", "decode"), self.CLEAN[tool]):
+                self.assertFalse(results.sanitizer_sees(tool, text), text)
+
+
 class Logs(unittest.TestCase):
     def test_what_a_log_tells(self):
         self.assertEqual(server(LOG).captured(), {"cuda": 6.48, "piecewise": 47.1})
