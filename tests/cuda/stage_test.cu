@@ -163,3 +163,12 @@ extern "C" __global__ void stage_test_check(const uint16_t *rows, uint64_t eleme
             test_value(e, seed) * (float)(members * (members + 1) / 2) + (float)layer)
             atomicAdd(wrong, 1u);
 }
+
+// Two errors for compute-sanitizer to find: a race in shared memory between two warps, and a write of
+// words[at], which is past the end. Two warps.
+extern "C" __global__ void stage_test_planted(uint32_t *words, uint32_t at)
+{
+    __shared__ uint32_t passed[64];
+    passed[threadIdx.x] = threadIdx.x + at;
+    words[at] = passed[threadIdx.x ^ 32];
+}

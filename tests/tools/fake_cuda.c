@@ -10,6 +10,9 @@
  * GPU's kernels do, over the same memory, and die with their process at whatever they are doing;
  * the FFN is an echo, a member's part of x in layer l being (member + 1) x, and l from the first.
  * Launches of one stream are not in order then: whoever calls waits for the answer before the next.
+ *
+ * XPOOL_FAKE_STEPS: all kernels of module stage do what the GPU's do, each to its end before its
+ * launch returns, as under tools that run one kernel at a time. One process.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -160,8 +163,14 @@ static void *call_main(void *context)
     free(context);
     return NULL;
 }
+static bool steps(void);
+static void call_whole(const fake_launch_t *launch);
 static void run_call(const fake_launch_t *launch)
 {
+    if (steps()) {
+        call_whole(launch);
+        return;
+    }
     if (!echoes())
         return;
     if (in_order) {
@@ -179,8 +188,94 @@ static void *graph_main(void *context)
     return NULL;
 }
 
+/* ---- one kernel at a time ---------------------------------------------------------------------
+ */
+static bool steps(void)
+{
+    return getenv("XPOOL_FAKE_STEPS") != NULL;
+}
+static void wait_by_looking(const mailbox_arena_t *arena, transport_device_state_t *state,
+                            uint32_t direct, const transport_patience_t *patience)
+{
+    uint32_t missing = direct;
+    transport_clock_t clock;
+    if (transport_device_wait_begin(state))
+        return;
+    transport_device_wait_start(&clock, clock_ns());
+    do
+        state->looks++;
+    while (!stage_device_wait_look(arena, state, direct, &missing) &&
+           !transport_device_wait_life(patience, state, &clock, clock_ns()));
+}
+static void run_put(const fake_launch_t *launch)
+{
+    stage_put_t put;
+    memcpy(&put, launch->values[0], sizeof(put));
+    if (steps())
+        host_put(&put, fake_pointer(launch, 1), fake_pointer(launch, 2), fake_pointer(launch, 3));
+}
+static void run_wait(const fake_launch_t *launch)
+{
+    transport_patience_t patience;
+    memcpy(&patience, launch->values[3], sizeof(patience));
+    if (steps())
+        wait_by_looking(address(launch), fake_pointer(launch, 1), word(launch, 2), &patience);
+}
+static void run_take(const fake_launch_t *launch)
+{
+    stage_take_t take;
+    memcpy(&take, launch->values[0], sizeof(take));
+    if (steps())
+        host_take(&take, fake_pointer(launch, 1), fake_pointer(launch, 2));
+}
+static void call_whole(const fake_launch_t *launch)
+{
+    stage_put_t put;
+    stage_take_t take;
+    transport_patience_t patience;
+    transport_device_state_t *state = fake_pointer(launch, 3);
+    memcpy(&put, launch->values[0], sizeof(put));
+    memcpy(&take, launch->values[1], sizeof(take));
+    memcpy(&patience, launch->values[8], sizeof(patience));
+    host_put(&put, state, fake_pointer(launch, 4), fake_pointer(launch, 5));
+    wait_by_looking(fake_pointer(launch, 2), state, word(launch, 7), &patience);
+    host_take(&take, state, fake_pointer(launch, 6));
+}
+static void scheduler_whole(stage_table_t *own, const life_page_t *life)
+{
+    static stage_scheduler_t s;
+    PROTOCOL_STORE_RELEASE(&own->running, 1u);
+    stage_scheduler_begin(&s, own);
+    for (bool goes_on = true; goes_on;) {
+        uint32_t changed[STAGE_LINES / 32] = {0};
+        if (life && life_word_look(&life->word[own->own_life]))
+            PROTOCOL_STORE_RELEASE(&own->ended, 1u);
+        for (uint32_t i = 0; i < s.line_count; i++)
+            if (stage_scheduler_line_changed(&s, i))
+                changed[i / 32] |= 1u << i % 32;
+        goes_on = stage_scheduler_turn(&s, changed, stage_scheduler_lanes_ended(&s), clock_ns());
+        if (goes_on && stage_scheduler_chunk(&s))
+            stage_scheduler_chunk_run(&s, clock_ns());
+    }
+    own->counts = s.counts;
+    PROTOCOL_STORE_RELEASE(&own->running, 0u);
+}
+static void relay_whole(transport_resident_t *own, const life_page_t *life, stage_relay_t *relayed)
+{
+    memset(host_relay_busy, 0, sizeof(host_relay_busy));
+    PROTOCOL_STORE_RELEASE(&own->running, 1u);
+    while (!PROTOCOL_LOAD_ACQUIRE(&own->stop) && !life_word_look(&life->word[own->own_life]))
+        for (uint32_t i = 0; i < own->slots; i++)
+            host_relay_round(own, relayed, i);
+    PROTOCOL_STORE_RELEASE(&own->running, 0u);
+}
+
 static void run_scheduler(const fake_launch_t *launch)
 {
+    if (steps()) {
+        scheduler_whole(address(launch), fake_pointer(launch, 1));
+        return;
+    }
     table = address(launch);
     if (!echoes())
         return;
@@ -192,7 +287,8 @@ static void run_relay_describe(const fake_launch_t *launch)
 {
     stage_relay_slot_t *slot = address(launch);
     memcpy(slot, launch->values[1], sizeof(*slot));
-    memset((char *)(uintptr_t)slot->arena, 0, MAILBOX_HEADER_BYTES);
+    memset(mailbox_partial_at((mailbox_arena_t *)(uintptr_t)slot->arena, 0), 0,
+           MAILBOX_MAX_PARTIALS * sizeof(mailbox_partial_t));
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
     uint64_t *clock;
     memcpy(&clock, launch->values[3], sizeof(clock));
@@ -230,6 +326,10 @@ static void run_slot_describe(const fake_launch_t *launch)
 }
 static void run_relay(const fake_launch_t *launch)
 {
+    if (steps()) {
+        relay_whole(address(launch), fake_pointer(launch, 1), fake_pointer(launch, 2));
+        return;
+    }
     relay = address(launch);
     PROTOCOL_STORE_RELEASE(&relay->running, 1u);
     if (!echoes())
@@ -250,7 +350,7 @@ static void run_describe(const fake_launch_t *launch)
     memcpy(&entry->about, launch->values[1], sizeof(entry->about));
     entry->reason = 0;
     PROTOCOL_STORE_RELEASE(&entry->wanted, word(launch, 2));
-    if (echoes())
+    if (echoes() || steps())
         return;
     if (!executes() || transport_slot_state(entry->wanted) != TRANSPORT_SLOT_EMPTY)
         entry->now = entry->wanted;
@@ -293,6 +393,9 @@ static const fake_kernel_t known[] = {
     {"stage_page_start", run_page_start, {8, sizeof(stage_head_t)}},
     {"stage_partials_start", run_partials_start, {8, 8, 4, 4, 4, 4, 4}},
     {"stage_close", run_close, {8, 4}},
+    {"stage_put", run_put, {sizeof(stage_put_t), 8, 8, 8}},
+    {"stage_wait", run_wait, {8, 8, 4, sizeof(transport_patience_t)}},
+    {"stage_take", run_take, {sizeof(stage_take_t), 8, 8}},
     {"stage_call",
      run_call,
      {sizeof(stage_put_t), sizeof(stage_take_t), 8, 8, 8, 8, 8, 4, sizeof(transport_patience_t)}},

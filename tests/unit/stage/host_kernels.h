@@ -67,6 +67,13 @@ static void host_relay_round(transport_resident_t *table, stage_relay_t *relay, 
     mailbox_request_t request;
     if (mailbox_request_read(arena, slot->answered, &request) != MAILBOX_LIVE)
         return;
+    if (request.layer >= own->layers) {
+        slot->answered = request.sequence;
+        slot->requests++;
+        slot->total_rows += request.rows;
+        mailbox_response_publish(arena, request.sequence, XP_INVALID);
+        return;
+    }
     uint32_t group =
         own->uniform ? own->uniform : ((const uint32_t *)(uintptr_t)own->groups)[request.layer];
     uint32_t members = fabric_group_size(group);
@@ -99,11 +106,13 @@ static void host_relay_round(transport_resident_t *table, stage_relay_t *relay, 
                          .partial = own->partial,
                          .partial_stride = own->partial_stride,
                          .members = direct ? members : 0,
+                         .dtype = own->dtype,
                          .row_bytes = slot->row_bytes};
     uint32_t status = state.status;
     host_take(&take, &state, (char *)arena + slot->output_offset);
     slot->answered = request.sequence;
     slot->requests++;
+    slot->total_rows += request.rows;
     mailbox_response_publish(arena, request.sequence, status);
     if (own->observed && status == XP_OK)
         stage_relay_record(relay, index, request.sequence, request.layer, request.rows,
