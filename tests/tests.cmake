@@ -176,6 +176,11 @@ set_tests_properties(cuda/open-requests PROPERTIES RUN_SERIAL TRUE)
 xpool_script_test(cuda/two-gpu-rehearsal "cuda;reference" 300 ${XPOOL_TEST_PYTHON} --venv tests/cuda/two_gpu.py
                   --build ${CMAKE_BINARY_DIR} --rehearse --scene ranks --models qwen3)
 set_tests_properties(cuda/two-gpu-rehearsal PROPERTIES RUN_SERIAL TRUE)
+# What is made of compute-sanitizer's word on the stage kernels: a script stands for the tool.
+if(TARGET cuda_stage_sanitize)
+  xpool_script_test(cuda/stage-sanitizer-rehearsal cuda 60 ${XPOOL_TEST_PYTHON} --system tests/cuda/sanitizer_rehearsal.py
+                    --build ${CMAKE_BINARY_DIR})
+endif()
 # Endurance, in short form: on processors, where every row is checked, and over a libcuda without a GPU.
 if(TARGET cuda_instance)
   set(soak ${CMAKE_SOURCE_DIR}/tests/cuda/soak_on_device --build ${CMAKE_BINARY_DIR} --seconds 1 --kills 16
