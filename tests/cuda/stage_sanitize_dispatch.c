@@ -142,6 +142,12 @@ static void ask(guest_t *g, uint32_t rows, uint32_t layer)
     }
 }
 
+static uint64_t *word_of(const guest_t *g, uint32_t rank)
+{
+    return g->direct ? &mailbox_partial_at(g->arena[rank], g->member)->sequence
+                     : &g->arena[rank]->response.sequence;
+}
+
 /* Until the Lane holds the guest's Invocation, all of it. Fields are in no order before the post,
  * which this script does not see; which of the ranks was found first is open. */
 static bool given(guest_t *g, uint32_t lane)
@@ -157,6 +163,13 @@ static bool given(guest_t *g, uint32_t lane)
     SANITIZE_UNTIL(own->layer == FIRST_LAYER + g->layer && own->rows == g->rows &&
                    own->input == g->input && own->output == output && own->partial == partial);
     SANITIZE_UNTIL(answer->consumer_count == g->tp * g->dp && answer->source_count == 0);
+    for (uint32_t rank = 0; rank < g->tp * g->dp; rank++) {
+        const volatile ffn_cuda_consumer_t *to = &answer->consumers[rank];
+        const void *rows = !spread ? NULL : g->direct ? (void *)g->partial[rank] : g->output[rank];
+        SANITIZE_UNTIL(to->word == word_of(g, rank) && to->value == g->sequence &&
+                       to->rows == rows && to->count == g->rows / g->dp &&
+                       to->first == rank / g->tp * to->count);
+    }
     return true;
 }
 
@@ -193,10 +206,8 @@ static void execute(const guest_t *g, uint32_t lane, bool host)
 static bool answered(const guest_t *g)
 {
     for (uint32_t rank = 0; rank < g->tp * g->dp; rank++) {
-        const uint64_t *word = g->direct ? &mailbox_partial_at(g->arena[rank], g->member)->sequence
-                                         : &g->arena[rank]->response.sequence;
         const uint64_t own = (uint64_t)g->rows / g->dp * HIDDEN, first = rank / g->tp * own;
-        SANITIZE_UNTIL(PROTOCOL_LOAD_ACQUIRE(word) == g->sequence);
+        SANITIZE_UNTIL(PROTOCOL_LOAD_ACQUIRE(word_of(g, rank)) == g->sequence);
         for (uint64_t i = 0; i < own; i++)
             if (g->direct)
                 SANITIZE_MUST(g->partial[rank][i] == computed(g, first + i));
