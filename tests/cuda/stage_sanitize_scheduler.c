@@ -9,7 +9,7 @@
 
 #include "stage_sanitize.h"
 #include "ffn/cuda/tables.h"
-#include "stage/table.h"
+#include "stage/scheduler_state.h"
 
 #define FFN    1u
 #define ROUNDS 4u
@@ -300,7 +300,7 @@ static bool rounds_script(void)
         for (uint32_t i = 0; i < SEATS; i++) {
             if (!seat_reduces(&seats[i]))
                 continue;
-            if (!turns_pass(200))
+            if (!turns_pass(2 * STAGE_LOOK_TURNS))
                 return false;
             for (uint32_t rank = 0; rank < ranks_of(&seats[i]); rank++)
                 SANITIZE_MUST(*word_of(&seats[i], rank) != seats[i].sequence);
