@@ -209,11 +209,15 @@ static void on_attach(atnagent_t *self, const xpw_ArenaAttach *attach, wire_desc
     attached->instance = attach->instance;
     attached->rank = attach->rank;
     attached->lease = attach->lease;
-    xp_status_t status =
-        self->stage && fds->count == 1
-            ? stage_atn_attach(self->stage, attach->instance, attach->rank, fds->fds[0],
-                               attach->life_index, within(ATTACH_LIMIT_NS))
-            : xp_fail(XP_PEER, "ArenaAttach out of order or without its descriptor");
+    xp_status_t status;
+    if (self->stage && attach->resume)
+        status = stage_atn_resume(self->stage, attach->instance, attach->rank, fds->fds, fds->count,
+                                  attach->life_index, within(ATTACH_LIMIT_NS));
+    else if (self->stage && fds->count == 1)
+        status = stage_atn_attach(self->stage, attach->instance, attach->rank, fds->fds[0],
+                                  attach->life_index, within(ATTACH_LIMIT_NS));
+    else
+        status = xp_fail(XP_PEER, "ArenaAttach out of order or without its descriptor");
     if (status != XP_OK) {
         xp_log_error("cannot attach an arena");
         snprintf(attached->error, sizeof(attached->error), "%.255s", xp_error_last()->text);

@@ -345,6 +345,7 @@ def main():
         ("members", go_on, both),
         ("members relay", go_on, dict(both, provider="p2p-relay")),
         ("ranks", go_on, dict(both, atn=["cuda:0", "cuda:3"], attention_tp=2)),
+        ("ranks relay", go_on, dict(both, atn=["cuda:0", "cuda:3"], attention_tp=2, provider="p2p-relay")),
         ("no successor", no_successor, apart),
         ("no successor, relay", no_successor, dict(apart, provider="p2p-relay")),
         ("ordered end", ordered_end, apart),
