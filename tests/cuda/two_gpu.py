@@ -587,7 +587,7 @@ def progress(system, model):
 def kill_agents_in_runs(system, scene, models, modes, result):
     """In each mode the FfnAgent dies while all decode, then the AtnAgent; how long each Instance paused."""
     agents = [name for name in system.processes if "agent" in name]
-    result["kills"], result["weights"] = [], []
+    result["kills"], result["weights"], result["handed_on"] = [], [], 0
     for mode in modes:
         for victim in (f"ffnagent {scene['ffn'][0]}", f"atnagent {scene['atn'][0]}"):
             runs = {model: progress(system, model)[1] for model in models}
@@ -622,6 +622,8 @@ def kill_agents_in_runs(system, scene, models, modes, result):
             system.wait(all_went_on, "every Instance's next token", agents + list(models))
             said = (system.folder / f"ffnagent-{scene['ffn'][0].replace(':', '-')}.log").read_text(errors="replace")
             result["weights"] += [list(map(int, pair)) for pair in re.findall(r"(\d+) bytes adopted, (\d+) read", said)]
+            logs = [system.folder / f"atnagent-{device.replace(':', '-')}.log" for device in scene["atn"]]
+            result["handed_on"] += sum(log.read_text(errors="replace").count("got its last answer from") for log in logs)
             result["kills"].append(
                 {
                     "mode": mode,
@@ -739,7 +741,7 @@ def report(result):
         longest = max(max(kill["paused_s"].values()) for kill in result["kills"])
         print(
             f"{result['scene']:8} {len(result['kills'])} agents killed while all decoded; the longest pause {longest:.2f} s;"
-            f" bytes adopted and read: {result['weights']}"
+            f" bytes adopted and read: {result['weights']}; answers handed on to other ranks: {result['handed_on']}"
         )
     elif "weights" in result:
         print(

@@ -8,6 +8,7 @@
 
 /* By the relay, one rank after the other, each with the arenas of all. */
 static bool last_rank_first;
+static uint32_t handed_from[2]; /* whom each rank has its last answer from */
 static xp_status_t resume_ranks(void)
 {
     uint32_t ranks = fabric_plan_ranks(&plan.instances[0]);
@@ -15,8 +16,10 @@ static xp_status_t resume_ranks(void)
     xp_status_t status = XP_OK;
     for (uint32_t r = 0; r < ranks && status == XP_OK; r++)
         status = stage_client_export(client[r], &fds[r]);
-    for (uint32_t i = 0; i < ranks && status == XP_OK; i++)
-        status = stage_atn_resume(atn, 0, last_rank_first ? ranks - 1 - i : i, fds, ranks, 7, SOON);
+    for (uint32_t i = 0; i < ranks && status == XP_OK; i++) {
+        uint32_t r = last_rank_first ? ranks - 1 - i : i;
+        status = stage_atn_resume(atn, 0, r, fds, ranks, 7, SOON, &handed_from[r]);
+    }
     for (uint32_t r = 0; r < 2; r++)
         if (fds[r] >= 0)
             close(fds[r]);
@@ -244,6 +247,8 @@ static void test_generations_of_ranks_by_relay(void **state)
             continue;
         }
         ok(next_generation());
+        assert_int_equal(handed_from[one], one);
+        assert_int_equal(handed_from[1 - one], differ ? one : 1 - one);
         if (differ) { /* handed on, and no other layer's */
             transport_cuda_report_t report;
             ok(stage_atn_report(atn, 0, 1 - one, SOON, &report));
@@ -305,7 +310,8 @@ static void test_generations_of_ranks_refused(void **state)
             ok(next_generation());
             ok(stage_client_export(client[0], &fd));
             ok(stage_atn_detach(atn, 0, 0, SOON));
-            assert_int_equal(stage_atn_resume(atn, 0, 0, &fd, 1, 7, SOON), XP_INVALID);
+            assert_int_equal(stage_atn_resume(atn, 0, 0, &fd, 1, 7, SOON, &handed_from[0]),
+                             XP_INVALID);
             close(fd);
         } else {
             assert_int_equal(next_generation(), XP_PEER);
