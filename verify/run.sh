@@ -82,6 +82,10 @@ for bug in BUG_CLEAR_STAGE BUG_CLEAR_PARTS BUG_COUNT_FROM_ZERO BUG_FORMER_LIVES 
     BUG_ANSWER_FIRST; do
     planted generations $bug
 done
+clean ranks
+for bug in BUG_NO_LOOK BUG_SERVE_FIRST BUG_WORD_FIRST BUG_FORMER_LIVES BUG_FORMER_LINES; do
+    planted ranks $bug
+done
 clean lease
 for bug in BUG_LEAVE_ALONE BUG_OFFER_FIRST BUG_DO_NOT_WAIT BUG_STORE BUG_BESIDE; do
     planted lease $bug

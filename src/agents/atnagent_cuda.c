@@ -209,16 +209,24 @@ static void on_attach(atnagent_t *self, const xpw_ArenaAttach *attach, wire_desc
     attached->instance = attach->instance;
     attached->rank = attach->rank;
     attached->lease = attach->lease;
-    xp_status_t status =
-        self->stage && fds->count == 1
-            ? stage_atn_attach(self->stage, attach->instance, attach->rank, fds->fds[0],
-                               attach->life_index, within(ATTACH_LIMIT_NS))
-            : xp_fail(XP_PEER, "ArenaAttach out of order or without its descriptor");
+    xp_status_t status;
+    uint32_t from = attach->rank;
+    if (self->stage && attach->resume)
+        status = stage_atn_resume(self->stage, attach->instance, attach->rank, fds->fds, fds->count,
+                                  attach->life_index, within(ATTACH_LIMIT_NS), &from);
+    else if (self->stage && fds->count == 1)
+        status = stage_atn_attach(self->stage, attach->instance, attach->rank, fds->fds[0],
+                                  attach->life_index, within(ATTACH_LIMIT_NS));
+    else
+        status = xp_fail(XP_PEER, "ArenaAttach out of order or without its descriptor");
     if (status != XP_OK) {
         xp_log_error("cannot attach an arena");
         snprintf(attached->error, sizeof(attached->error), "%.255s", xp_error_last()->text);
     } else if (attach->resume) {
         tell_found(self, attached);
+        if (from != attach->rank)
+            xp_log_info("model %s: rank %u got its last answer from rank %u",
+                        self->plan->instances[attach->instance].id, attach->rank, from);
     }
     participant_send(self->participant, &envelope, NULL, 0);
 }

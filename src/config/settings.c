@@ -393,9 +393,8 @@ const config_setting_t config_settings[] = {
      .default_text = "true",
      .help =
          "On GPUs: Instances, and requests that are open, wait for the next Generation when an "
-         "agent dies (up to deadlines.reform, 240 s a request), as on CPUs always. Instances of "
-         "several ranks do so on the direct lane only. false: they end with their Generation and "
-         "are started anew."},
+         "agent dies (up to deadlines.reform, 240 s a request), as on CPUs always. false: they end "
+         "with their Generation and are started anew."},
     {.key = "fabric.nvshmem_root",
      ROOT(nvshmem_root),
      .type = CONFIG_TYPE_PATH,

@@ -240,17 +240,10 @@ static uint32_t take_life_word(daemon_plane_t *plane, daemon_participant_t *part
     return index;
 }
 
-/* Ranks that wait by way of several AtnAgents could not be levelled: one of them may have its
- * answer already and the other not, and nobody sees both before they go on. */
-static bool can_keep(const daemon_plane_t *plane, uint32_t instance)
-{
-    return plane->keep && (!plane->relay || plane->daemon->instances[instance].rank_count == 1);
-}
-
 bool daemon_plane_keeps(const daemon_instance_t *instance)
 {
     const daemon_plane_t *plane = instance->daemon->plane;
-    if (!plane || instance->ending || !can_keep(plane, instance->index))
+    if (!plane || instance->ending || !plane->keep)
         return false;
     for (uint32_t r = 0; r < instance->rank_count; r++)
         if (!instance->ranks[r].participant || instance->ranks[r].state < RANK_ATTACHED)
@@ -261,7 +254,7 @@ bool daemon_plane_keeps(const daemon_instance_t *instance)
 static uint64_t pause_ns(const daemon_plane_t *plane, const daemon_participant_t *participant)
 {
     double seconds = plane->daemon->config->deadlines.reform;
-    if (participant->role != xpw_Role_ROLE_INSTANCE || !can_keep(plane, participant->index))
+    if (participant->role != xpw_Role_ROLE_INSTANCE || !plane->keep)
         return 0;
     return (uint64_t)(seconds * (double)XP_NS_PER_S) + PAUSE_GRACE_NS;
 }
@@ -307,7 +300,7 @@ void daemon_plane_farewell(daemon_participant_t *participant)
  */
 
 static void send_arena(daemon_instance_t *instance, const daemon_participant_t *agent, uint32_t r,
-                       int fd)
+                       const int *fds, uint32_t fd_count)
 {
     daemon_plane_t *plane = instance->daemon->plane;
     const fabric_plan_instance_t *planned = plan_of(plane, instance->index);
@@ -324,7 +317,7 @@ static void send_arena(daemon_instance_t *instance, const daemon_participant_t *
     /* With the relay, FfnAgents know its arenas only, which are fresh. */
     attach->resume =
         instance->ranks[r].waiting && plane->relay == (agent->role == xpw_Role_ROLE_ATNAGENT);
-    if (wire_channel_send(agent->channel, &envelope, &fd, fd >= 0 ? 1 : 0) != XP_OK)
+    if (wire_channel_send(agent->channel, &envelope, fds, fd_count) != XP_OK)
         xp_log_error("cannot hand an arena to its agent");
 }
 
@@ -381,9 +374,20 @@ void daemon_plane_try_attach(daemon_instance_t *instance)
         for (uint32_t r = 0; (members & 1u << f) && r < (plane->heap ? 1 : instance->rank_count);
              r++)
             send_arena(instance, daemon->ffn[f], r,
-                       plane->heap    ? STAGE_FD_ABSENT
-                       : plane->relay ? plane->relays[instance->index][r]
-                                      : instance->ranks[r].arena_fd);
+                       plane->relay ? &plane->relays[instance->index][r]
+                                    : &instance->ranks[r].arena_fd,
+                       plane->heap ? 0 : 1);
+}
+
+/* Each AtnAgent answers its rank by itself, so one rank may have an answer that another one lacks.
+ * Who resumes a rank sees the arenas of all, and hands that answer on before it serves. */
+static void send_resume(daemon_instance_t *instance, const daemon_participant_t *agent, uint32_t r)
+{
+    _Static_assert(FABRIC_MAX_RANKS <= WIRE_MAX_DESCRIPTORS, "the arenas of all ranks at once");
+    int fds[FABRIC_MAX_RANKS];
+    for (uint32_t i = 0; i < instance->rank_count; i++)
+        fds[i] = instance->ranks[i].arena_fd;
+    send_arena(instance, agent, r, fds, instance->rank_count);
 }
 
 /* With the relay, after the FfnAgents. */
@@ -401,7 +405,10 @@ static void ask_atnagents(daemon_instance_t *instance, uint32_t members)
         for (uint32_t f = 0; !plane->heap && f < daemon->config->ffn_count; f++)
             if (members & 1u << f)
                 send_stage(plane, agent, xpw_StageKind_STAGE_ROWS, instance->index, f);
-        send_arena(instance, agent, r, instance->ranks[r].arena_fd);
+        if (instance->ranks[r].waiting)
+            send_resume(instance, agent, r);
+        else
+            send_arena(instance, agent, r, &instance->ranks[r].arena_fd, 1);
     }
 }
 
@@ -451,6 +458,7 @@ static void on_attached(daemon_participant_t *agent, const xpw_ArenaAttached *at
         snprintf(why, sizeof(why), "its arena was not attached by %s %s: %.200s",
                  ffn ? "ffnagent" : "atnagent", agent->name, attached->error);
         xp_log_err("model %s: %s", daemon->config->models[instance->index].id, why);
+        instance->replace = daemon_instance_waits(instance) && !instance->left;
         daemon_instance_end(instance, why);
         return;
     }

@@ -295,6 +295,59 @@ xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
     return XP_OK;
 }
 
+/* Nobody answers the Instance before every rank has come through here: an answer after the last one
+ * needs the lines of all. So what is found in the arenas of others is what the former Generation
+ * left, or was handed on since. */
+static xp_status_t atn_level(const stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                             const int *arena_fds, uint64_t deadline_ns, uint32_t *from_out)
+{
+    const fabric_plan_instance_t *plan = &atn->plan->instances[instance];
+    transport_geometry_t geometry = stage_geometry(plan);
+    uint64_t answered[FABRIC_MAX_RANKS];
+    uint32_t ranks = fabric_plan_ranks(plan), most = 0, from = rank - rank % plan->atn_tp;
+    for (uint32_t r = 0; r < ranks; r++) {
+        XP_TRY(transport_cuda_server_look(atn->server, arena_fds[r], &geometry, deadline_ns,
+                                          &answered[r]));
+        if (answered[r] > answered[most])
+            most = r;
+    }
+    *from_out = rank;
+    if (answered[rank] == answered[most])
+        return XP_OK;
+    uint32_t end = from + plan->atn_tp;
+    while (from < end && answered[from] != answered[most])
+        from++;
+    if (from == end || answered[from] != answered[rank] + 1)
+        return xp_fail(XP_PEER,
+                       "%.48s: rank %u had the answer to request %llu, rank %u that to %llu, when "
+                       "the Generation failed",
+                       plan->id, most, (unsigned long long)answered[most], rank,
+                       (unsigned long long)answered[rank]);
+    *from_out = from;
+    return transport_cuda_server_carry(atn->server, arena_fds[from], arena_fds[rank], &geometry,
+                                       deadline_ns);
+}
+
+xp_status_t stage_atn_resume(stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                             const int *arena_fds, uint32_t ranks, uint32_t life_index,
+                             uint64_t deadline_ns, uint32_t *from_out)
+{
+    const atn_rank_t *own = NULL;
+    uint32_t from = rank;
+    XP_TRY(atn_find(atn, instance, rank, &own));
+    const fabric_plan_instance_t *plan = &atn->plan->instances[instance];
+    if (own->attached)
+        return xp_fail(XP_INVALID, "rank %u of %.48s is attached already", rank, plan->id);
+    if (ranks != fabric_plan_ranks(plan))
+        return xp_fail(XP_INVALID, "%u arenas for %.48s of %u ranks", ranks, plan->id,
+                       fabric_plan_ranks(plan));
+    if (ranks > 1)
+        XP_TRY(atn_level(atn, instance, rank, arena_fds, deadline_ns, &from));
+    XP_TRY(stage_atn_attach(atn, instance, rank, arena_fds[rank], life_index, deadline_ns));
+    *from_out = from;
+    return XP_OK;
+}
+
 xp_status_t stage_atn_detach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              uint64_t deadline_ns)
 {

@@ -237,6 +237,14 @@ xp_status_t stage_atn_open(stage_atn_t *atn, uint32_t instance, uint32_t ffn, in
 /* Hands the Instance Rank's arena to the resident kernel. life_index: the Instance's word. */
 xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank, int arena_fd,
                              uint32_t life_index, uint64_t deadline_ns);
+/* The same for a rank that waits since a former Generation, none of whose agents lives. arena_fds:
+ * of all ranks, in their order. Ranks answer a layer together, so the last answers differ by one at
+ * most: a rank that lacks the last one gets it first from a rank of its attention DP rank, whose
+ * rows are the same; *from_out is that one, or the rank itself. XP_PEER where none of those has it:
+ * the Instance cannot go on. */
+xp_status_t stage_atn_resume(stage_atn_t *atn, uint32_t instance, uint32_t rank,
+                             const int *arena_fds, uint32_t ranks, uint32_t life_index,
+                             uint64_t deadline_ns, uint32_t *from_out);
 xp_status_t stage_atn_detach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              uint64_t deadline_ns);
 /* What the kernel says of the rank: attached or dropped, and counts. */

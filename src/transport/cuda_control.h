@@ -20,7 +20,8 @@
     X(LIVE_WRITE, transport_live_write)                                                            \
     X(RECOVER, transport_recover)                                                                  \
     X(SLOT_DESCRIBE, transport_slot_describe)                                                      \
-    X(POST, transport_post)
+    X(POST, transport_post)                                                                        \
+    X(CARRY, transport_carry)
 typedef enum transport_kernel {
 #define X(enumerator, kernel) TRANSPORT_KERNEL_##enumerator,
     TRANSPORT_KERNELS(X)

@@ -169,6 +169,19 @@ extern "C" __global__ void transport_slot_describe(transport_slot_t *slot, trans
     PROTOCOL_STORE_RELEASE(&slot->wanted, value.wanted);
 }
 
+// By one block: an answer that another rank of the Instance has, into the arena of one that waits for
+// it. The rows of all threads happen before thread 0's release.
+extern "C" __global__ void transport_carry(mailbox_arena_t *behind, const mailbox_arena_t *ahead,
+                                           uint64_t output_offset, uint64_t bytes, uint64_t sequence,
+                                           uint32_t status)
+{
+    transport_rows_copy((char *)behind + output_offset, (const char *)ahead + output_offset, bytes,
+                        threadIdx.x, blockDim.x);
+    __syncthreads();
+    if (threadIdx.x == 0)
+        mailbox_response_publish(behind, sequence, status);
+}
+
 extern "C" __global__ void transport_post(uint32_t *word, uint32_t value)
 {
     if (threadIdx.x == 0)

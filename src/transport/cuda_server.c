@@ -12,9 +12,10 @@
 #include "base/clock.h"
 #include "transport/cuda_control.h"
 
-#define SERVER_START_NS (10 * XP_NS_PER_S)
-#define SERVER_STOP_NS  (1 * XP_NS_PER_S)
-#define SERVER_NAP_NS   (50 * XP_NS_PER_US)
+#define SERVER_START_NS      (10 * XP_NS_PER_S)
+#define SERVER_STOP_NS       (1 * XP_NS_PER_S)
+#define SERVER_NAP_NS        (50 * XP_NS_PER_US)
+#define SERVER_CARRY_THREADS 1024
 
 struct transport_cuda_server {
     const cuda_device_t *device;
@@ -123,6 +124,75 @@ xp_status_t transport_cuda_server_next(const transport_cuda_server_t *server, ui
     return XP_OK;
 }
 
+/* Maps a received arena and reads its header. */
+static xp_status_t server_map(transport_cuda_server_t *server, int arena_fd,
+                              const transport_geometry_t *expected, uint64_t deadline_ns,
+                              cuda_block_t *arena_out, mailbox_arena_t *header_out)
+{
+    cuda_block_t arena;
+    XP_TRY(cuda_block_import(server->device, arena_fd,
+                             transport_cuda_arena_bytes(server->device, expected), &arena));
+    xp_status_t status = transport_control_read(&server->control, arena.address,
+                                                sizeof(*header_out), deadline_ns, header_out);
+    if (status == XP_OK)
+        status = transport_cuda_header_check(header_out, expected);
+    if (status != XP_OK) {
+        cuda_block_destroy(&arena);
+        return status;
+    }
+    *arena_out = arena;
+    return XP_OK;
+}
+
+xp_status_t transport_cuda_server_look(transport_cuda_server_t *server, int arena_fd,
+                                       const transport_geometry_t *expected, uint64_t deadline_ns,
+                                       uint64_t *answered_out)
+{
+    cuda_block_t arena;
+    mailbox_arena_t header;
+    XP_TRY(server_map(server, arena_fd, expected, deadline_ns, &arena, &header));
+    cuda_block_destroy(&arena);
+    *answered_out = header.response.sequence;
+    return XP_OK;
+}
+
+xp_status_t transport_cuda_server_carry(transport_cuda_server_t *server, int ahead_fd,
+                                        int behind_fd, const transport_geometry_t *expected,
+                                        uint64_t deadline_ns)
+{
+    cuda_block_t ahead, behind;
+    mailbox_arena_t from, to;
+    XP_TRY(server_map(server, ahead_fd, expected, deadline_ns, &ahead, &from));
+    xp_status_t status = server_map(server, behind_fd, expected, deadline_ns, &behind, &to);
+    if (status != XP_OK) {
+        cuda_block_destroy(&ahead);
+        return status;
+    }
+    /* The record of who has got the answer may be the next request's already. */
+    uint64_t sequence = from.response.sequence, offset = transport_arena_output_offset(expected);
+    uint64_t bytes = to.request.rows * transport_row_bytes(expected);
+    void *parameters[] = {&behind.address, &ahead.address, &offset,
+                          &bytes,          &sequence,      &from.response.status};
+    if (to.request.sequence != sequence || to.response.sequence + 1 != sequence ||
+        to.request.rows > expected->max_rows || from.response.status >= XP_STATUS_COUNT)
+        status = xp_fail(XP_PEER,
+                         "an answer %llu of status %u is not for request %llu of %u rows, after "
+                         "answer %llu",
+                         (unsigned long long)sequence, from.response.status,
+                         (unsigned long long)to.request.sequence, to.request.rows,
+                         (unsigned long long)to.response.sequence);
+    else
+        status = cuda_launch(server->device, server->control.kernels[TRANSPORT_KERNEL_CARRY], 1,
+                             SERVER_CARRY_THREADS, server->control.stream, parameters);
+    if (status == XP_OK)
+        status = transport_control_wait(&server->control, deadline_ns);
+    if (status == XP_TIMEOUT)
+        return status; /* the copy may still go on: mapped until the process ends */
+    cuda_block_destroy(&behind);
+    cuda_block_destroy(&ahead);
+    return status;
+}
+
 xp_status_t transport_cuda_server_attach(transport_cuda_server_t *server, int arena_fd,
                                          const transport_geometry_t *expected, uint32_t life_index,
                                          uint64_t deadline_ns, uint32_t *slot_out)
@@ -134,13 +204,8 @@ xp_status_t transport_cuda_server_attach(transport_cuda_server_t *server, int ar
     XP_TRY(transport_cuda_server_next(server, &slot));
     xp_status_t status;
     cuda_block_t arena;
-    XP_TRY(cuda_block_import(server->device, arena_fd,
-                             transport_cuda_arena_bytes(server->device, expected), &arena));
     mailbox_arena_t header;
-    XP_TRY_GOTO(status, fail,
-                transport_control_read(&server->control, arena.address, sizeof(header), deadline_ns,
-                                       &header));
-    XP_TRY_GOTO(status, fail, transport_cuda_header_check(&header, expected));
+    XP_TRY(server_map(server, arena_fd, expected, deadline_ns, &arena, &header));
     server->answered[slot] = header.response.sequence;
     server->open[slot] = header.request.sequence != header.response.sequence;
     cuda_address_t at = server_slot(server, slot);

@@ -131,6 +131,15 @@ xp_status_t transport_cuda_header_check(const mailbox_arena_t *header,
                                         const transport_geometry_t *expected);
 /* The header of a fresh arena. */
 mailbox_arena_t transport_cuda_header(const transport_geometry_t *geometry);
+/* The last answer in an arena that is not attached. XP_PEER: not what was planned. */
+xp_status_t transport_cuda_server_look(transport_cuda_server_t *server, int arena_fd,
+                                       const transport_geometry_t *expected, uint64_t deadline_ns,
+                                       uint64_t *answered_out);
+/* Hands the answer in `ahead` on to `behind`, which waits for just that one and whose warp is not
+ * there yet; `ahead` may be on another GPU, and have its warp. XP_PEER: nothing of that waits. */
+xp_status_t transport_cuda_server_carry(transport_cuda_server_t *server, int ahead_fd,
+                                        int behind_fd, const transport_geometry_t *expected,
+                                        uint64_t deadline_ns);
 /* Takes the arena from its warp, with what is in flight there, and unmaps it. */
 xp_status_t transport_cuda_server_detach(transport_cuda_server_t *server, uint32_t slot,
                                          uint64_t deadline_ns);

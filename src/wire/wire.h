@@ -18,8 +18,8 @@
 #include "base/status.h"
 #include "wire/messages.pb.h"
 
-#define WIRE_ABI             4u
-#define WIRE_MAX_DESCRIPTORS 4
+#define WIRE_ABI             5u
+#define WIRE_MAX_DESCRIPTORS 8
 #define WIRE_MAX_BYTES       16384
 
 typedef enum wire_backend_state {

@@ -232,7 +232,7 @@ def carried(system, folder):
 def go_on(arguments, folder, scene):
     chance = random.Random(arguments.seed)
     system = roles.start(arguments, folder, dict(scene, reform=60, observe=True))
-    pauses = []
+    pauses, handed = [], 0
     try:
         names = serve(arguments, system, scene)
         system.wait(lambda: roles.ready(system), "System Ready", list(system.processes))
@@ -251,6 +251,7 @@ def go_on(arguments, folder, scene):
             system.wait(lambda: steps(system, names) > seen + 2, f"steps after the end of {victim}", others)
             pauses.append(time.monotonic() - began)
             system.wait(lambda: roles.ready(system), "System Ready again", list(system.processes))
+            handed += sum("got its last answer from" in system.tail(name) for name in agents)
             if not scene["provider"].startswith("nvshmem"):
                 said = system.tail(f"ffnagent {scene['ffn'][0]}")
                 roles.check("bytes adopted, 0 read" in said, f"weights were read: {said}")
@@ -266,7 +267,7 @@ def go_on(arguments, folder, scene):
         roles.check(clean, words)
         observed = carried(system, folder)
         roles.check((observed > 0) == scene["provider"].endswith("relay"), f"{observed} Submissions observed")
-        return f"{arguments.kills} agents killed, requests paused {min(pauses):.2f} to {max(pauses):.2f} s; {said.splitlines()[-1]}"
+        return f"{arguments.kills} agents killed, requests paused {min(pauses):.2f} to {max(pauses):.2f} s, {handed} answers handed on; {said.splitlines()[-1]}"
     finally:
         roles.end(system)
 
@@ -345,6 +346,7 @@ def main():
         ("members", go_on, both),
         ("members relay", go_on, dict(both, provider="p2p-relay")),
         ("ranks", go_on, dict(both, atn=["cuda:0", "cuda:3"], attention_tp=2)),
+        ("ranks relay", go_on, dict(both, atn=["cuda:0", "cuda:3"], attention_tp=2, provider="p2p-relay")),
         ("no successor", no_successor, apart),
         ("no successor, relay", no_successor, dict(apart, provider="p2p-relay")),
         ("ordered end", ordered_end, apart),

@@ -383,6 +383,11 @@ def main():
         ("reform anew", reform, dict(shared, anew=True)),
         ("reform relay", reform, dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, provider="p2p-relay")),
         ("reform under up", under_up, shared),
+        (
+            "reform ranks relay",
+            reform,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="p2p-relay"),
+        ),
         ("reform members", reform, dict(atn=["cuda:0"], ffn=["cuda:1", "cuda:2"], tp=2)),
         ("nvshmem", life, dict(shared, provider="nvshmem")),
         ("nvshmem idle", life, dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=1, provider="nvshmem")),
@@ -398,6 +403,11 @@ def main():
             dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem-far"),
         ),
         ("nvshmem reform", reform, dict(shared, provider="nvshmem")),
+        (
+            "nvshmem reform ranks",
+            reform,
+            dict(atn=["cuda:0", "cuda:3"], ffn=["cuda:1", "cuda:2"], tp=2, attention_tp=2, provider="nvshmem"),
+        ),
         ("nvshmem failure", failure, dict(shared, provider="nvshmem")),
         ("nvshmem dies joining", joining, dict(shared, provider="nvshmem", heap="hang")),
         ("nvshmem limited", refused, dict(shared, provider="nvshmem", heap="limited", says="limited multi-process")),

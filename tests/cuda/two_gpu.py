@@ -29,11 +29,13 @@ tokens say something.
              Instance's decoding paused, until the Fabric executed again, and what was adopted and read
     reform-relay  the same, rows by way of the AtnAgent
     reform-shared the same, both roles on cuda:0 under MPS
+    reform-ranks-relay  as ranks by way of the AtnAgents, with the kills of reform: what one rank has its answer to and the
+             other does not, the next AtnAgents hand on
     reform-anew   with fabric.keep_requests = false: the FfnAgent is killed before the run, Instances end and are
              started anew
     nvshmem, nvshmem-mesh (two of each role, shared GPUs), nvshmem-far: over NVSHMEM; run only when they are named
 
-`--rehearse` runs the scenes `one`, `mesh`, `ranks` and `reform` on CPU devices, without graphs: it tries everything of this script but
+`--rehearse` runs the scenes `one`, `mesh`, `ranks`, `reform` and `reform-ranks-relay` (which has no relay there) on CPU devices, without graphs: it tries everything of this script but
 the GPU. What the interpreter needs: torch, transformers, cffi. Exit code 77: no GPUs here.
 """
 
@@ -74,6 +76,15 @@ SCENES = {
     "reform": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120),
     "reform-relay": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120, provider="p2p-relay"),
     "reform-shared": dict(atn=["cuda:0"], ffn=["cuda:0"], tp=1, reform=120, shared=True),
+    "reform-ranks-relay": dict(
+        atn=["cuda:0", "cuda:1"],
+        ffn=["cuda:0", "cuda:1"],
+        tp=2,
+        shared=True,
+        attention_tp=2,
+        reform=120,
+        provider="p2p-relay",
+    ),
     "reform-anew": dict(atn=["cuda:0"], ffn=["cuda:1"], tp=1, reform=120, anew=True),
 }
 # By name only: they need the plug-in and the wheel of NVSHMEM.
@@ -388,12 +399,21 @@ def instance(arguments):
             at.with_suffix(".new").write_text(f"{mode} {repeat} {step}")
             at.with_suffix(".new").rename(at)
 
+    def goes_on(mode, repeat):
+        """With kills, until the script has done all of them in this mode; all ranks stop after the same run."""
+        done, last = folder / f"{mode}.done", folder / f"{arguments.instance}.{mode}.last"
+        if not arguments.kills:
+            return repeat + 1 < arguments.repeats
+        if arguments.rank == 0 and done.exists() and not last.exists():
+            last.with_suffix(".new").write_text(str(max(repeat + 1, arguments.repeats - 1)))
+            last.with_suffix(".new").rename(last)
+        return not last.exists() or repeat < int(last.read_text())
+
     modes = ("eager",) if ordinal is None else ("eager", "graph")
     for mode in modes:
         told_at[0], longest[0] = time.monotonic(), 0.0
         limit, repeat = time.monotonic() + WAIT_S, -1
-        # With kills, until the script has done all of them in this mode.
-        while repeat + 1 < arguments.repeats or (arguments.kills and not (folder / f"{mode}.done").exists()):
+        while goes_on(mode, repeat):
             repeat += 1
             if time.monotonic() > limit or told:
                 raise SystemExit("told to end" if told else f"no end of {mode} within {WAIT_S} s")
@@ -567,7 +587,7 @@ def progress(system, model):
 def kill_agents_in_runs(system, scene, models, modes, result):
     """In each mode the FfnAgent dies while all decode, then the AtnAgent; how long each Instance paused."""
     agents = [name for name in system.processes if "agent" in name]
-    result["kills"], result["weights"] = [], []
+    result["kills"], result["weights"], result["handed_on"] = [], [], 0
     for mode in modes:
         for victim in (f"ffnagent {scene['ffn'][0]}", f"atnagent {scene['atn'][0]}"):
             runs = {model: progress(system, model)[1] for model in models}
@@ -602,6 +622,8 @@ def kill_agents_in_runs(system, scene, models, modes, result):
             system.wait(all_went_on, "every Instance's next token", agents + list(models))
             said = (system.folder / f"ffnagent-{scene['ffn'][0].replace(':', '-')}.log").read_text(errors="replace")
             result["weights"] += [list(map(int, pair)) for pair in re.findall(r"(\d+) bytes adopted, (\d+) read", said)]
+            logs = [system.folder / f"atnagent-{device.replace(':', '-')}.log" for device in scene["atn"]]
+            result["handed_on"] += sum(log.read_text(errors="replace").count("got its last answer from") for log in logs)
             result["kills"].append(
                 {
                     "mode": mode,
@@ -719,7 +741,7 @@ def report(result):
         longest = max(max(kill["paused_s"].values()) for kill in result["kills"])
         print(
             f"{result['scene']:8} {len(result['kills'])} agents killed while all decoded; the longest pause {longest:.2f} s;"
-            f" bytes adopted and read: {result['weights']}"
+            f" bytes adopted and read: {result['weights']}; answers handed on to other ranks: {result['handed_on']}"
         )
     elif "weights" in result:
         print(
@@ -788,7 +810,8 @@ def main():
     if arguments.rehearse:
         mesh = dict(atn=["cpu:0", "cpu:1"], ffn=["cpu:2", "cpu:3"], tp=2)
         scenes = {"one": REHEARSAL, "mesh": mesh, "ranks": dict(mesh, attention_tp=2)}
-        scenes, arguments.tokens = scenes | {"reform": dict(REHEARSAL, reform=60)}, 12
+        scenes |= {"reform": dict(REHEARSAL, reform=60), "reform-ranks-relay": dict(mesh, attention_tp=2, reform=60)}
+        arguments.tokens = 12
         scenes = {name: scene for name, scene in scenes.items() if name in (arguments.scene or scenes)}
     else:
         told = subprocess.run([str(arguments.build / "bin" / "xpool"), "devices", "--json"], capture_output=True, timeout=120)

@@ -381,6 +381,15 @@ static void run_close(const fake_launch_t *launch)
 {
     mailbox_close(address(launch), word(launch, 1));
 }
+static void run_carry(const fake_launch_t *launch)
+{
+    mailbox_arena_t *ahead;
+    uint64_t at[3];
+    memcpy(&ahead, launch->values[1], sizeof(ahead));
+    for (int i = 0; i < 3; i++)
+        memcpy(&at[i], launch->values[2 + i], sizeof(at[i]));
+    host_carry(address(launch), ahead, at[0], at[1], at[2], word(launch, 5));
+}
 static void run_live_write(const fake_launch_t *launch)
 {
     memcpy(address(launch), launch->values[1], sizeof(transport_live_t));
@@ -409,6 +418,7 @@ static const fake_kernel_t known[] = {
     {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
     {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
     {"transport_close", run_close, {8, 4}},
+    {"transport_carry", run_carry, {8, 8, 8, 8, 8, 4}},
     {"transport_live_write", run_live_write, {8, sizeof(transport_live_t)}},
 };
 static fake_kernel_t others[NAMES_MAX];

@@ -586,15 +586,21 @@ static void hand_stages_on(fixture_t *f, bool adopted)
     }
 }
 
-static uint64_t expect_resume(int agent, off_t bytes, bool resume)
+/* `count` arenas, each a byte larger than the one before. */
+static uint64_t expect_arenas(int agent, off_t bytes, uint32_t count, bool resume)
 {
     wire_descriptors_t fds;
     xpw_Envelope *attach = expect_with(agent, xpw_Envelope_arena_attach_tag, &fds);
     assert_int_equal(attach->body.arena_attach.resume, resume);
-    assert_int_equal(fds.count, 1);
-    expect_size(fds.fds[0], bytes);
+    assert_int_equal(fds.count, count);
+    for (uint32_t i = 0; i < count; i++)
+        expect_size(fds.fds[i], bytes + i);
     wire_descriptors_close(&fds);
     return attach->body.arena_attach.lease;
+}
+static uint64_t expect_resume(int agent, off_t bytes, bool resume)
+{
+    return expect_arenas(agent, bytes, 1, resume);
 }
 
 static void found(int agent, uint64_t lease, uint64_t answered, bool open)
@@ -675,10 +681,24 @@ static void requests_whose_memory_is_lost_end(void **state)
     assert_int_equal(finish(&f), 0);
 }
 
-/* Their rows lie in the Instance's own arena. Ranks of several AtnAgents cannot be levelled. */
+/* `xpool up` asks that, and starts the Instance again. */
+static bool to_be_replaced(const fixture_t *f)
+{
+    xpw_Envelope question = {.which_body = xpw_Envelope_check_tag}, answer;
+    assert_int_equal(client_ask(f->config, "test", &question, xpw_Envelope_verdict_tag,
+                                5 * XP_NS_PER_S, &answer),
+                     XP_OK);
+    return answer.body.verdict.replace & 1;
+}
+
+/* Their rows lie in the Instance's own arenas. Whoever resumes a rank gets those of all, to hand
+ * answers on; where it cannot, the Instance ends and is to be started anew. */
 static void requests_by_the_relay_outlive_their_generation(void **state)
 {
-    for (uint32_t ranks = 1; ranks <= 2; ranks++) {
+    for (uint32_t way = 0; way < 3; way++) {
+        const uint32_t ranks = way ? 2 : 1;
+        const char *refused =
+            way == 2 ? "rank 0 had the answer to request 2, rank 1 that to 1" : "";
         fixture_t f;
         rank_t rank[2];
         uint64_t lease = 0;
@@ -704,8 +724,18 @@ static void requests_by_the_relay_outlive_their_generation(void **state)
             for (uint32_t r = 0; r < ranks; r++) {
                 for (uint32_t i = 0; i < FFN_COUNT; i++)
                     expect_stage(f.atn[r], xpw_StageKind_STAGE_ROWS, i, 200 + i);
-                assert_true(expect_resume(f.atn[r], 100 + r, generation == 2) == lease);
-                attached(f.atn[r], r, lease, "");
+                assert_true(lease == (generation == 1 ? expect_arenas(f.atn[r], 100 + r, 1, false)
+                                                      : expect_arenas(f.atn[r], 100, ranks, true)));
+                if (r == 0 || generation == 1 || way < 2)
+                    attached(f.atn[r], r, lease, "");
+            }
+            if (generation == 2 && way == 2) {
+                attached(f.atn[1], 1, lease, refused);
+                for (uint32_t r = 0; r < ranks; r++)
+                    expect(rank[r].fd, xpw_Envelope_stop_tag, 0);
+                wait_verdict(&f, refused);
+                assert_true(to_be_replaced(&f));
+                break;
             }
             for (uint32_t r = 0; r < ranks; r++)
                 expect(rank[r].fd, xpw_Envelope_attached_tag, 0);
@@ -718,20 +748,16 @@ static void requests_by_the_relay_outlive_their_generation(void **state)
                 break;
             next_generation(&f);
             for (uint32_t r = 0; r < ranks; r++)
-                expect(rank[r].fd, ranks == 1 ? xpw_Envelope_pause_tag : xpw_Envelope_failure_tag,
-                       0);
+                expect(rank[r].fd, xpw_Envelope_pause_tag, 0);
             for (uint32_t i = 0; i < FFN_COUNT; i++)
                 expect(f.ffn[i], xpw_Envelope_prepare_tag, 0);
-            if (ranks == 2)
-                break;
         }
         for (uint32_t r = 0; r < ranks; r++)
             kill_rank(&rank[r]);
-        if (ranks == 1) {
-            expect(f.atn[0], xpw_Envelope_arena_detach_tag, 0);
-            expect(f.ffn[0], xpw_Envelope_arena_detach_tag, 0);
-            expect(f.ffn[1], xpw_Envelope_arena_detach_tag, 0);
-        }
+        for (uint32_t r = 0; r < ranks; r++)
+            expect(f.atn[r], xpw_Envelope_arena_detach_tag, 0);
+        expect(f.ffn[0], xpw_Envelope_arena_detach_tag, 0);
+        expect(f.ffn[1], xpw_Envelope_arena_detach_tag, 0);
         assert_int_equal(kill(f.daemon, SIGTERM), 0);
         assert_int_equal(finish(&f), 0);
     }

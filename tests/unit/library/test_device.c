@@ -105,6 +105,7 @@ static const fake_kernel_t kernels[] = {
     PLAIN("transport_recover"),
     PLAIN("transport_slot_describe"),
     PLAIN("transport_post"),
+    PLAIN("transport_carry"),
 };
 
 /* ---- what the daemon would send ---------------------------------------------------------------

@@ -49,6 +49,14 @@ static void host_take(const stage_take_t *take, transport_device_state_t *state,
     transport_device_take(state);
 }
 
+/* Between two Generations: transport_carry of transport/cuda_kernels.cu. */
+static void host_carry(mailbox_arena_t *behind, const mailbox_arena_t *ahead,
+                       uint64_t output_offset, uint64_t bytes, uint64_t sequence, uint32_t status)
+{
+    memcpy((char *)behind + output_offset, (const char *)ahead + output_offset, bytes);
+    mailbox_response_publish(behind, sequence, status);
+}
+
 static bool host_relay_busy[TRANSPORT_RESIDENT_SLOTS];
 /* A round of a slot's warp: cuda_resident.cuh with the handler of relay.cu. */
 static void host_relay_round(transport_resident_t *table, stage_relay_t *relay, uint32_t index)

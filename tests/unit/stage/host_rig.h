@@ -240,6 +240,12 @@ static void run_relay_describe(const fake_launch_t *launch)
     memcpy((char *)(uintptr_t)slot->arena, launch->values[2], sizeof(mailbox_arena_t));
     *(uint64_t *)fake_pointer(launch, 3) = HOST_KERNELS_NOW_NS();
 }
+static void run_carry(const fake_launch_t *launch)
+{
+    host_carry(fake_pointer(launch, 0), fake_pointer(launch, 1), fake_argument(launch, 2),
+               fake_argument(launch, 3), fake_argument(launch, 4),
+               (uint32_t)fake_argument(launch, 5));
+}
 static void step(void)
 {
     if (still)
@@ -286,6 +292,7 @@ static const fake_kernel_t kernels[] = {
     {"transport_call", run_nothing, {8}},
     {"transport_arena_start", run_arena_start, {8, sizeof(mailbox_arena_t)}},
     {"transport_close", run_close, {8, 4}},
+    {"transport_carry", run_carry, {8, 8, 8, 8, 8, 4}},
     {"transport_live_write", run_live_write, {8, sizeof(transport_live_t)}},
     {"transport_recover", run_nothing, {8}},
     {"transport_slot_describe", run_slot_describe, {8, sizeof(transport_slot_t)}},
@@ -558,45 +565,53 @@ static transport_tensor_t tensor(void *data, uint32_t rows)
                                 .row_stride = HIDDEN};
 }
 
+/* One layer by one rank. */
+static void rank_begin(uint32_t r, uint32_t layer, const uint32_t *dp_rows, bool call)
+{
+    const fabric_plan_instance_t *p = &plan.instances[0];
+    transport_live_t live = {.rows = dp_rows[r / p->atn_tp]};
+    memcpy(live.dp_rows, dp_rows, p->atn_dp * sizeof(uint32_t));
+    for (uint32_t i = 0; i < ROWS * HIDDEN; i++)
+        in[r][i] = stage_bits((float)((i + layer + r / p->atn_tp) % 40), FFN_CUDA_BF16);
+    memset(out[r], 0, sizeof(out[r]));
+    transport_tensor_t from = tensor(in[r], ROWS), to = tensor(out[r], ROWS);
+    ok(stage_client_live_write(client[r], &live, NULL));
+    if (call)
+        ok(stage_client_call(client[r], layer, 0, &from, &to, NULL));
+    else
+        ok(stage_client_put(client[r], layer, 0, &from, NULL));
+}
+static void rank_take(uint32_t r)
+{
+    transport_tensor_t to = tensor(out[r], ROWS);
+    ok(stage_client_wait(client[r], NULL));
+    ok(stage_client_take(client[r], &to, NULL));
+}
+static void rank_check(uint32_t r, uint32_t layer, const uint32_t *dp_rows)
+{
+    const fabric_plan_instance_t *p = &plan.instances[0];
+    uint32_t members = fabric_group_size(p->layer_group[layer]);
+    ok(stage_client_finish(client[r], SOON));
+    for (uint32_t i = 0; i < dp_rows[r / p->atn_tp] * HIDDEN; i++)
+        assert_int_equal(out[r][i], stage_bits(stage_value(in[r][i], FFN_CUDA_BF16) *
+                                                       (float)(members * (members + 1) / 2) +
+                                                   (float)layer,
+                                               FFN_CUDA_BF16));
+}
+
 /* One layer by all ranks; call: in one launch (single ranks only). */
 static void pass_begin(uint32_t layer, const uint32_t *dp_rows, bool call)
 {
-    const fabric_plan_instance_t *p = &plan.instances[0];
-    uint32_t ranks = fabric_plan_ranks(p);
-    cuda_stream_t stream = NULL;
-    for (uint32_t r = 0; r < ranks; r++) {
-        transport_live_t live = {.rows = dp_rows[r / p->atn_tp]};
-        memcpy(live.dp_rows, dp_rows, p->atn_dp * sizeof(uint32_t));
-        for (uint32_t i = 0; i < ROWS * HIDDEN; i++)
-            in[r][i] = stage_bits((float)((i + layer + r / p->atn_tp) % 40), FFN_CUDA_BF16);
-        memset(out[r], 0, sizeof(out[r]));
-        transport_tensor_t from = tensor(in[r], ROWS), to = tensor(out[r], ROWS);
-        ok(stage_client_live_write(client[r], &live, stream));
-        if (call)
-            ok(stage_client_call(client[r], layer, 0, &from, &to, stream));
-        else
-            ok(stage_client_put(client[r], layer, 0, &from, stream));
-    }
+    for (uint32_t r = 0; r < fabric_plan_ranks(&plan.instances[0]); r++)
+        rank_begin(r, layer, dp_rows, call);
 }
 static void pass_end(uint32_t layer, const uint32_t *dp_rows, bool call)
 {
-    const fabric_plan_instance_t *p = &plan.instances[0];
-    uint32_t ranks = fabric_plan_ranks(p);
-    uint32_t members = fabric_group_size(p->layer_group[layer]);
-    cuda_stream_t stream = NULL;
-    for (uint32_t r = 0; !call && r < ranks; r++) {
-        transport_tensor_t to = tensor(out[r], ROWS);
-        ok(stage_client_wait(client[r], stream));
-        ok(stage_client_take(client[r], &to, stream));
-    }
-    for (uint32_t r = 0; r < ranks; r++) {
-        ok(stage_client_finish(client[r], SOON));
-        for (uint32_t i = 0; i < dp_rows[r / p->atn_tp] * HIDDEN; i++)
-            assert_int_equal(out[r][i], stage_bits(stage_value(in[r][i], FFN_CUDA_BF16) *
-                                                           (float)(members * (members + 1) / 2) +
-                                                       (float)layer,
-                                                   FFN_CUDA_BF16));
-    }
+    uint32_t ranks = fabric_plan_ranks(&plan.instances[0]);
+    for (uint32_t r = 0; !call && r < ranks; r++)
+        rank_take(r);
+    for (uint32_t r = 0; r < ranks; r++)
+        rank_check(r, layer, dp_rows);
 }
 static void pass(uint32_t layer, const uint32_t *dp_rows, bool call)
 {

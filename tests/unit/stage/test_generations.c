@@ -6,6 +6,26 @@
  */
 #include "host_rig.h"
 
+/* By the relay, one rank after the other, each with the arenas of all. */
+static bool last_rank_first;
+static uint32_t handed_from[2]; /* whom each rank has its last answer from */
+static xp_status_t resume_ranks(void)
+{
+    uint32_t ranks = fabric_plan_ranks(&plan.instances[0]);
+    int fds[2] = {-1, -1};
+    xp_status_t status = XP_OK;
+    for (uint32_t r = 0; r < ranks && status == XP_OK; r++)
+        status = stage_client_export(client[r], &fds[r]);
+    for (uint32_t i = 0; i < ranks && status == XP_OK; i++) {
+        uint32_t r = last_rank_first ? ranks - 1 - i : i;
+        status = stage_atn_resume(atn, 0, r, fds, ranks, 7, SOON, &handed_from[r]);
+    }
+    for (uint32_t r = 0; r < 2; r++)
+        if (fds[r] >= 0)
+            close(fds[r]);
+    return status;
+}
+
 /* All agents are killed; those of the next Generation take the Instance's requests up. */
 static uint64_t next_fails_at; /* of its driver calls; 0: none */
 static xp_status_t next_generation(void)
@@ -33,7 +53,7 @@ static xp_status_t next_generation(void)
     XP_TRY_GOTO(status, done, hand_arenas(path == STAGE_DIRECT));
     if (path == STAGE_RELAY) {
         XP_TRY_GOTO(status, done, open_stages());
-        XP_TRY_GOTO(status, done, attach_rank(0));
+        XP_TRY_GOTO(status, done, resume_ranks());
     }
 done:
     for (uint32_t f = 0; f < 2; f++) {
@@ -166,6 +186,141 @@ static void test_generations_of_ranks(void **state)
         }
 }
 
+/* What the agents did of layer 1 when they were killed. */
+enum {
+    NOBODY_SAW_IT,
+    ONE_LINE_IS_PUT,
+    ALL_LINES_ARE_PUT,
+    IT_IS_COMPUTED,
+    ONE_IS_ANSWERED,
+    ONE_PUTS_THE_NEXT,
+    ALL_ARE_ANSWERED,
+    PROGRESSES
+};
+/* The first or second rank is the one. */
+static void progress_by_relay(uint32_t progress, uint32_t one, const uint32_t *rows)
+{
+    still = true;
+    pass_begin(1, rows, false);
+    for (uint32_t r = 0; r < 2; r++)
+        if (progress >= ALL_LINES_ARE_PUT || (progress == ONE_LINE_IS_PUT && r == one))
+            host_relay_round(relay_table, relay, r);
+    for (int n = 0; n < 8 && progress >= IT_IS_COMPUTED; n++) {
+        for (int i = 0; i < 8; i++)
+            scheduler_turns(i);
+        for (int i = 0; i < 2; i++)
+            if (couriers[i])
+                courier_round(i);
+    }
+    if (progress >= ONE_IS_ANSWERED)
+        host_relay_round(relay_table, relay, one);
+    if (progress == ALL_ARE_ANSWERED)
+        host_relay_round(relay_table, relay, 1 - one);
+    if (progress == ONE_PUTS_THE_NEXT) {
+        rank_take(one);
+        rank_check(one, 1, rows);
+        rank_begin(one, 2, rows, false);
+    }
+}
+
+/* Several ranks by the relay: one may have its answer and have put the next line, and the other
+ * gets the same rows, of attention TP. Of attention DP they are nowhere. */
+static void test_generations_of_ranks_by_relay(void **state)
+{
+    static const uint32_t attention[][2] = {{2, 1}, {1, 2}};
+    for (uint32_t at = 0; at < 3 * 3 * 2 * PROGRESSES * 4; at++) {
+        const uint32_t way = 1 + at % 3, delivery = at / 3 % 3, a = at / 9 % 2;
+        const uint32_t progress = at / 18 % PROGRESSES, one = at / (18 * PROGRESSES) % 2;
+        const uint32_t rows[] = {3, 2};
+        last_rank_first = at / (18 * PROGRESSES * 2) % 2;
+        plan_make(delivery, attention[a][0], attention[a][1], 3);
+        go_by((int)way);
+        ok(make_all());
+        pass(0, rows, false);
+        progress_by_relay(progress, one, rows);
+        bool differ = progress == ONE_IS_ANSWERED || progress == ONE_PUTS_THE_NEXT;
+        if (differ && a == 1) {
+            assert_int_equal(next_generation(), XP_PEER);
+            says(one ? "rank 1 had the answer to request 2, rank 0 that to 1"
+                     : "rank 0 had the answer to request 2, rank 1 that to 1");
+            destroy_all();
+            continue;
+        }
+        ok(next_generation());
+        assert_int_equal(handed_from[one], one);
+        assert_int_equal(handed_from[1 - one], differ ? one : 1 - one);
+        if (differ) { /* handed on, and no other layer's */
+            transport_cuda_report_t report;
+            ok(stage_atn_report(atn, 0, 1 - one, SOON, &report));
+            assert_int_equal(report.found_answered, 2);
+            assert_false(report.found_open);
+        }
+        for (uint32_t i = 0; i < 2; i++) {
+            uint32_t r = i ? one : 1 - one;
+            if (progress == ONE_PUTS_THE_NEXT && r == one)
+                continue;
+            rank_take(r);
+            rank_check(r, 1, rows);
+            if (progress == ONE_PUTS_THE_NEXT)
+                rank_begin(r, 2, rows, false);
+        }
+        if (progress == ONE_PUTS_THE_NEXT)
+            pass_end(2, rows, false);
+        pass(3, rows, false);
+        destroy_all();
+    }
+    last_rank_first = false;
+}
+
+/* What lies in an arena is a peer's: more than one answer behind, or no request for it. */
+static void test_generations_of_ranks_refused(void **state)
+{
+    const uint32_t rows[] = {3, 2};
+    static const char *const said[] = {
+        "rank 0 had the answer to request 2, rank 1 that to 0",
+        "an answer 2 of status 0 is not for request 1 of 3 rows, after answer 1",
+        "an answer 2 of status 0 is not for request 2 of 9 rows, after answer 1",
+        "an answer 2 of status 99 is not for request 2 of 3 rows, after answer 1",
+        "1 arenas for tales of 2 ranks",
+    };
+    for (uint32_t wrong = 0; wrong < sizeof(said) / sizeof(said[0]); wrong++) {
+        struct stage_put put;
+        transport_cuda_parts_t parts[2];
+        mailbox_arena_t *arenas[2];
+        uint32_t direct;
+        plan_make(FABRIC_DELIVERY_REPLICATED_COMPLETE, 2, 1, 1);
+        go_by(1);
+        ok(make_all());
+        pass(0, rows, false);
+        progress_by_relay(ONE_IS_ANSWERED, 0, rows);
+        for (uint32_t r = 0; r < 2; r++) {
+            ok(stage_client_describe(client[r], 0, 1, &put, &direct, &parts[r]));
+            arenas[r] = (mailbox_arena_t *)(uintptr_t)parts[r].arena;
+        }
+        if (wrong == 0)
+            arenas[1]->response.sequence = 0;
+        else if (wrong == 1)
+            arenas[1]->request.sequence = 1;
+        else if (wrong == 2)
+            arenas[1]->request.rows = ROWS + 1;
+        else if (wrong == 3)
+            arenas[0]->response.status = 99;
+        if (wrong == 4) {
+            int fd;
+            ok(next_generation());
+            ok(stage_client_export(client[0], &fd));
+            ok(stage_atn_detach(atn, 0, 0, SOON));
+            assert_int_equal(stage_atn_resume(atn, 0, 0, &fd, 1, 7, SOON, &handed_from[0]),
+                             XP_INVALID);
+            close(fd);
+        } else {
+            assert_int_equal(next_generation(), XP_PEER);
+        }
+        says(said[wrong]);
+        destroy_all();
+    }
+}
+
 static void test_generations_refused(void **state)
 {
     int fd;
@@ -220,17 +375,21 @@ static void test_generations_refused(void **state)
 
 static void test_generation_ladders(void **state)
 {
-    for (int by = 0; by < WAYS; by++) {
+    for (int by = 0; by <= WAYS; by++) {
+        const bool several = by == WAYS; /* ranks by the relay, of which one has its answer */
         const uint32_t rows = 2;
-        plan_make(FABRIC_DELIVERY_REPLICATED_COMPLETE, 1, 1, 3);
-        go_by(by);
+        plan_make(FABRIC_DELIVERY_REPLICATED_COMPLETE, several ? 2 : 1, 1, 3);
+        go_by(several ? 1 : by);
         int objects = fake_objects();
         for (uint64_t n = 1;; n++) {
             assert_true(n < 600);
             plan.generation = 0;
             ok(make_all());
             still = true;
-            pass_begin(1, &rows, false);
+            if (several)
+                progress_by_relay(ONE_IS_ANSWERED, 0, &rows);
+            else
+                pass_begin(1, &rows, false);
             next_fails_at = n;
             xp_status_t status = next_generation();
             bool failed = fake.fail_at == 0;
@@ -254,6 +413,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(test_generations),
         TEST(test_generations_of_ranks),
+        TEST(test_generations_of_ranks_by_relay),
+        TEST(test_generations_of_ranks_refused),
         TEST(test_generations_refused),
         TEST(test_generation_ladders),
     };

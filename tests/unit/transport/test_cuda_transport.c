@@ -75,7 +75,7 @@ static void part(fake_launch_t *to, const fake_kernel_t *kernel, const fake_laun
     for (int i = 0; i < count; i++)
         memcpy(to->values[i], from->values[arguments[i]], FAKE_VALUE_MAX);
 }
-static const fake_kernel_t kernels[11];
+static const fake_kernel_t kernels[12];
 static void run_call(const fake_launch_t *launch)
 {
     static fake_launch_t one;
@@ -105,6 +105,13 @@ static void run_recover(const fake_launch_t *launch)
     transport_device_state_t *state = fake_pointer(launch, 0);
     if (state->phase == TRANSPORT_PHASE_IDLE)
         state->status = XP_OK;
+}
+static void run_carry(const fake_launch_t *launch)
+{
+    mailbox_arena_t *behind = fake_pointer(launch, 0), *ahead = fake_pointer(launch, 1);
+    uint64_t offset = fake_argument(launch, 2);
+    memcpy((char *)behind + offset, (char *)ahead + offset, fake_argument(launch, 3));
+    mailbox_response_publish(behind, fake_argument(launch, 4), (uint32_t)fake_argument(launch, 5));
 }
 static void run_slot_describe(const fake_launch_t *launch)
 {
@@ -180,7 +187,7 @@ static bool resident_busy(cuda_stream_t stream)
     return false;
 }
 
-static const fake_kernel_t kernels[11] = {
+static const fake_kernel_t kernels[12] = {
     {"transport_put", run_put, {8, 8, 8, 4, 4, 8, 8, 8}},
     {"transport_wait", run_wait, {8, 8, sizeof(transport_patience_t)}},
     {"transport_take", run_take, {8, 8, 4, 8, 8, 8}},
@@ -192,6 +199,7 @@ static const fake_kernel_t kernels[11] = {
     {"transport_post", run_post, {8, 4}},
     {"resident", run_resident, {8, 8, 8}},
     {"transport_call", run_call, {8, 8, 8, 4, 4, 8, 8, 8, 8, 8, sizeof(transport_patience_t)}},
+    {"transport_carry", run_carry, {8, 8, 8, 8, 8, 4}},
 };
 #define RESIDENT ((cuda_function_t)(uintptr_t)&kernels[9])
 
@@ -223,7 +231,7 @@ static xp_status_t attach(void)
 
 static int setup(void **state)
 {
-    fake_reset(kernels, 11);
+    fake_reset(kernels, 12);
     fake.before_read = step;
     fake.after_launch = step_after_put;
     fake.busy = resident_busy;
