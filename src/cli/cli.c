@@ -175,20 +175,15 @@ int cli_take_config_options(int *argc, char **argv, config_overrides_t *override
     return CLI_EXIT_OK;
 }
 
-int cli_load_config(int *argc, char **argv, config_t **config_out)
-{
-    config_overrides_t overrides;
-    return cli_load_config_with(argc, argv, &overrides, config_out);
-}
-
-int cli_load_config_with(int *argc, char **argv, config_overrides_t *overrides_out,
-                         config_t **config_out)
+static int load_config(int *argc, char **argv, bool running, config_overrides_t *overrides_out,
+                       config_t **config_out)
 {
     config_overrides_t overrides;
     config_t *config = NULL;
     int code = cli_take_config_options(argc, argv, &overrides);
     if (code != CLI_EXIT_OK)
         return code;
+    overrides.running = running;
     xp_buf_t report;
     xp_buf_init(&report, 65536);
     if (config_load_report(&overrides, &config, &report) != XP_OK) {
@@ -208,4 +203,22 @@ int cli_load_config_with(int *argc, char **argv, config_overrides_t *overrides_o
     *overrides_out = overrides;
     *config_out = config;
     return CLI_EXIT_OK;
+}
+
+int cli_load_config(int *argc, char **argv, config_t **config_out)
+{
+    config_overrides_t overrides;
+    return cli_load_config_with(argc, argv, &overrides, config_out);
+}
+
+int cli_load_config_running(int *argc, char **argv, config_t **config_out)
+{
+    config_overrides_t overrides;
+    return load_config(argc, argv, true, &overrides, config_out);
+}
+
+int cli_load_config_with(int *argc, char **argv, config_overrides_t *overrides_out,
+                         config_t **config_out)
+{
+    return load_config(argc, argv, false, overrides_out, config_out);
 }

@@ -16,6 +16,12 @@
 #define CLI_EXIT_FAILED 1
 #define CLI_EXIT_USAGE  2
 
+/* In each such command's --help. */
+#define CLI_CONFIG_HELP                                                                            \
+    "  --config FILE      configuration (else XPOOL_CONFIG)\n"                                     \
+    "  --set KEY=VALUE    one setting, above environment and file; repeatable\n"                   \
+    "  -h, --help         this text\n"
+
 /* Options every command that reads a configuration takes: --config FILE, --set KEY=VALUE
  * (repeatable), and --<registry key> VALUE for keys that allow the command line. Consumes those it
  * knows from argv (compacting it) and leaves the rest. Prints and returns CLI_EXIT_USAGE on error,
@@ -23,6 +29,9 @@
 int cli_take_config_options(int *argc, char **argv, config_overrides_t *overrides_out);
 /* As above, then config_load() and log set-up; prints errors. */
 int cli_load_config(int *argc, char **argv, config_t **config_out);
+/* The same for a system that runs, which must be steered and stopped although a model's files are
+ * gone. */
+int cli_load_config_running(int *argc, char **argv, config_t **config_out);
 /* The same, and tells which settings the command line gave; they point into argv. */
 int cli_load_config_with(int *argc, char **argv, config_overrides_t *overrides_out,
                          config_t **config_out);

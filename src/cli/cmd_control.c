@@ -59,11 +59,12 @@ int cmd_daemon_check(int argc, char **argv)
                        "usage: xpool daemon check [--json] [--config FILE]\n\n"
                        "Exits 0 exactly when the system is ready, otherwise says what it waits "
                        "for.\nReports three verdicts apart: Fabric Executable (agents), System "
-                       "Ready, Serving Healthy\n(every Instance's HTTP health answered).\n"))
+                       "Ready, Serving Healthy\n(every Instance's HTTP health answered).\n\n"
+                       "  --json             as JSON\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     bool json = cli_take_flag(&argc, argv, "--json");
     config_t *config;
-    int code = cli_load_config(&argc, argv, &config);
+    int code = cli_load_config_running(&argc, argv, &config);
     if (code)
         return code;
     if (cli_leftover(argc, argv, 1)) {
@@ -86,10 +87,10 @@ int cmd_down(int argc, char **argv)
                        "usage: xpool down [--config FILE]\n\n"
                        "Stops a running system in order and waits for its end. Exits 0 only if "
                        "every participant\nended by itself before its deadline "
-                       "(deadlines.drain, deadlines.stop).\n"))
+                       "(deadlines.drain, deadlines.stop).\n\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     config_t *config;
-    int code = cli_load_config(&argc, argv, &config);
+    int code = cli_load_config_running(&argc, argv, &config);
     if (code)
         return code;
     if (cli_leftover(argc, argv, 1)) {
@@ -237,7 +238,8 @@ int cmd_plan(int argc, char **argv)
             argc, argv,
             "usage: xpool plan [--json] [--config FILE]\n\n"
             "Shows, without starting anything, what fits, where every byte goes, and what "
-            "to change\nwhen it does not fit. Reads checkpoint headers only.\n"))
+            "to change\nwhen it does not fit. Reads checkpoint headers only.\n\n"
+            "  --json             as JSON\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     bool json = cli_take_flag(&argc, argv, "--json");
     config_t *config;

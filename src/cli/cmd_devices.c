@@ -136,7 +136,8 @@ int cmd_devices(int argc, char **argv)
             "ffn.devices. Says whether NVSHMEM and the plug-in for it are\nhere: where the "
             "configuration has agents look for them, without one (--config, "
             "XPOOL_CONFIG)\nbeside the Python of XPOOL_PYTHON, of an active virtual "
-            "environment, and of the system. Exits 0 where\nthere is no GPU, too.\n"))
+            "environment, and of the system. Exits 0 where\nthere is no GPU, too.\n\n"
+            "  --json             as JSON\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     bool json = cli_take_flag(&argc, argv, "--json");
     config_overrides_t overrides = {.config_path = cli_take_option(&argc, argv, "--config")};

@@ -209,9 +209,10 @@ int cmd_kv(int argc, char **argv)
             "are backed by memory, used by live requests, held by the prefix cache only, its "
             "floor\n"
             "and ceiling, what it waits for and since when, and its last command.\n\n"
-            "  --json         the same as JSON\n"
-            "  --record FILE  write the newest snapshots of the market with their decisions\n"
-            "  --replay FILE  decide recorded snapshots again; exit 1 when anything differs\n"))
+            "  --json             the same as JSON\n"
+            "  --record FILE      write the newest snapshots of the market with their decisions\n"
+            "  --replay FILE      decide recorded snapshots again; exit 1 when anything "
+            "differs\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     bool json = cli_take_flag(&argc, argv, "--json");
     const char *to = cli_take_option(&argc, argv, "--record");
@@ -226,7 +227,7 @@ int cmd_kv(int argc, char **argv)
         return replay(from);
     }
     config_t *config;
-    int code = cli_load_config(&argc, argv, &config);
+    int code = cli_load_config_running(&argc, argv, &config);
     if (code)
         return code;
     if (cli_leftover(argc, argv, 1))
@@ -283,12 +284,12 @@ int cmd_kv_set(int argc, char **argv)
             "most,\n"
             "of each attention DP rank, until its daemon ends. Tokens are rounded up to whole\n"
             "bundles. The ceiling can be raised to the one that the daemon started with "
-            "(`xpool plan`).\n"))
+            "(`xpool plan`).\n\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     const char *floor = cli_take_option(&argc, argv, "--floor");
     const char *ceiling = cli_take_option(&argc, argv, "--ceiling");
     config_t *config;
-    int code = cli_load_config(&argc, argv, &config);
+    int code = cli_load_config_running(&argc, argv, &config);
     if (code)
         return code;
     xpw_KvAsk question = {.verb = xpw_KvVerb_KV_SET, .has_floor = floor, .has_ceiling = ceiling};
@@ -309,10 +310,11 @@ int cmd_kv_policy(int argc, char **argv)
                        "usage: xpool kv policy deadline | arrival [--config FILE]\n\n"
                        "Demands for KV memory are met by the earliest deadline, or in order of "
                        "arrival, until\nthe daemon ends. It starts with scheduler.kv_policy; where "
-                       "that is \"static\", KV Caches\nhave fixed sizes and there is no order.\n"))
+                       "that is \"static\", KV Caches\nhave fixed sizes and there is no "
+                       "order.\n\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     config_t *config;
-    int code = cli_load_config(&argc, argv, &config);
+    int code = cli_load_config_running(&argc, argv, &config);
     if (code)
         return code;
     xpw_KvAsk question = {.verb = xpw_KvVerb_KV_POLICY};
@@ -333,11 +335,11 @@ int cmd_kv_trim(int argc, char **argv)
     if (cli_wants_help(argc, argv,
                        "usage: xpool kv trim MODEL | --all [--config FILE]\n\n"
                        "Drops prefix caches and gives back all KV memory that live requests do not "
-                       "use,\ndown to the floor.\n"))
+                       "use,\ndown to the floor.\n\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     bool all = cli_take_flag(&argc, argv, "--all");
     config_t *config;
-    int code = cli_load_config(&argc, argv, &config);
+    int code = cli_load_config_running(&argc, argv, &config);
     if (code)
         return code;
     xpw_KvAsk question = {.verb = xpw_KvVerb_KV_TRIM};

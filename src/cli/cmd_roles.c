@@ -8,11 +8,6 @@
 #include "cli/cli.h"
 #include "control/daemon.h"
 
-#define CONFIG_HELP                                                                                \
-    "  --config FILE      configuration (else XPOOL_CONFIG)\n"                                     \
-    "  --set KEY=VALUE    one setting, above environment and file; repeatable\n"                   \
-    "  -h, --help         this text\n"
-
 static bool no_models(const config_t *config)
 {
     if (config->model_count)
@@ -24,14 +19,15 @@ static bool no_models(const config_t *config)
 }
 
 /* Loads the configuration, runs `body` on what is left of the words, and frees it: the frame of
- * every role. */
-static int with_config(int argc, char **argv, const char *help,
+ * every role. `running`: as cli_load_config_running(); agents may come to a system that keeps their
+ * weights, and what is wrong with the files is the daemon's to say. */
+static int with_config(int argc, char **argv, const char *help, bool running,
                        int (*body)(int argc, char **argv, const config_t *config))
 {
     if (cli_wants_help(argc, argv, help))
         return CLI_EXIT_OK;
     config_t *config;
-    int code = cli_load_config(&argc, argv, &config);
+    int code = (running ? cli_load_config_running : cli_load_config)(&argc, argv, &config);
     if (code)
         return code;
     code = body(argc, argv, config);
@@ -100,8 +96,8 @@ int cmd_daemon_serve(int argc, char **argv)
                        "usage: xpool daemon serve [--config FILE]\n\n"
                        "Runs the control plane: registration, plan, readiness, failure, orderly "
                        "end.\nStops in order on Ctrl-C, SIGTERM or `xpool down`; exits 0 only if "
-                       "every participant\nended by itself.\n\n" CONFIG_HELP,
-                       run_daemon);
+                       "every participant\nended by itself.\n\n" CLI_CONFIG_HELP,
+                       false, run_daemon);
 }
 
 int cmd_atnagent(int argc, char **argv)
@@ -110,8 +106,8 @@ int cmd_atnagent(int argc, char **argv)
         argc, argv,
         "usage: xpool atnagent [--device NAME] [--config FILE]\n\n"
         "Owns one attention device's Transport arenas and its place in the Fabric.\n\n"
-        "  --device NAME      one of atn.devices (default: the only one)\n" CONFIG_HELP,
-        run_atnagent);
+        "  --device NAME      one of atn.devices (default: the only one)\n" CLI_CONFIG_HELP,
+        true, run_atnagent);
 }
 
 int cmd_ffnagent(int argc, char **argv)
@@ -120,8 +116,8 @@ int cmd_ffnagent(int argc, char **argv)
         argc, argv,
         "usage: xpool ffnagent [--device NAME] [--config FILE]\n\n"
         "Owns one FFN device, the weight shards on it and their execution.\n\n"
-        "  --device NAME      one of ffn.devices (default: the only one)\n" CONFIG_HELP,
-        run_ffnagent);
+        "  --device NAME      one of ffn.devices (default: the only one)\n" CLI_CONFIG_HELP,
+        true, run_ffnagent);
 }
 
 int cmd_serve(int argc, char **argv)
@@ -132,7 +128,7 @@ int cmd_serve(int argc, char **argv)
                        "its own HTTP;\nthe FFN of every layer is executed by the FfnAgents. With "
                        "models[].engine = \"sglang\" this\nprocess becomes SGLang's server "
                        "(models[].python, models[].engine_args).\n\n"
-                       "  MODEL_ID           one of models[].id\n" CONFIG_HELP))
+                       "  MODEL_ID           one of models[].id\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     config_overrides_t overrides;
     config_t *config;
@@ -164,7 +160,7 @@ int cmd_exec(int argc, char **argv)
             "  SGLANG_USE_CPU_ENGINE=1, TORCHDYNAMO_DISABLE=1, OMP_NUM_THREADS, empty\n"
             "  CUDA_VISIBLE_DEVICES, and with several ranks SGLANG_CPU_OMP_THREADS_BIND and\n"
             "  SGLANG_NCCL_SO_PATH\n\n"
-            "  --model ID         one of models[].id\n" CONFIG_HELP))
+            "  --model ID         one of models[].id\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     config_overrides_t overrides;
     config_t *config;
@@ -196,8 +192,8 @@ int cmd_gateway(int argc, char **argv)
     return with_config(
         argc, argv,
         "usage: xpool gateway [--config FILE]\n\n"
-        "The one door: routes requests to the Instances by their `model`.\n\n" CONFIG_HELP,
-        run_gateway);
+        "The one door: routes requests to the Instances by their `model`.\n\n" CLI_CONFIG_HELP,
+        false, run_gateway);
 }
 
 int cmd_up(int argc, char **argv)
@@ -207,7 +203,7 @@ int cmd_up(int argc, char **argv)
             "usage: xpool up [--config FILE]\n\n"
             "Starts the daemon, every agent, every Instance and the gateway, waits until "
             "the system is\nready, and stops all of it in order on Ctrl-C, SIGTERM or "
-            "`xpool down`.\n\n" CONFIG_HELP))
+            "`xpool down`.\n\n" CLI_CONFIG_HELP))
         return CLI_EXIT_OK;
     /* The children resolve the same configuration from the same words. */
     char *words[160];

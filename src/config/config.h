@@ -130,6 +130,7 @@ typedef struct config {
  * strings. */
 typedef struct config_overrides {
     const char *config_path; /* NULL: XPOOL_CONFIG, else none */
+    bool running;            /* for a system that runs: a model's files may be gone meanwhile */
     uint32_t count;
     const char *keys[CONFIG_MAX_OVERRIDES];
     const char *values[CONFIG_MAX_OVERRIDES];

@@ -151,7 +151,7 @@ static void finish_path(config_resolver_t *resolver, uint32_t index)
         path->origin = root->origin;
     }
     struct stat info;
-    if (usable(path) && stat(model->path, &info) != 0) {
+    if (usable(path) && !resolver->running && stat(model->path, &info) != 0) {
         const config_node_t *node = path->node ? path->node : id->node;
         config_issue_add(&resolver->issues, node, false, "models[%u].path: %.300s: %s", index,
                          model->path, strerror(errno));

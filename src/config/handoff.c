@@ -38,7 +38,8 @@ xp_status_t config_handoff_read(const char *text, const config_overrides_t *own,
     char *memory = strdup(text);
     if (!memory)
         return xp_fail(XP_NO_MEMORY, "no memory for %s", CONFIG_HANDOFF_VARIABLE);
-    config_overrides_t merged = {.config_path = merged_out->config_path};
+    config_overrides_t merged = {.config_path = merged_out->config_path,
+                                 .running = merged_out->running};
     char *rest = memory, *line;
     while ((line = strsep(&rest, "\n")) != NULL) {
         if (!line[0])

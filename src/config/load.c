@@ -179,6 +179,7 @@ xp_status_t config_load_text(const char *text, size_t length, const char *name, 
         warn_environment(resolver);
         XP_TRY_GOTO(status, done, overlay_environment(resolver, root));
         XP_TRY_GOTO(status, done, overlay_command_line(resolver, root, overrides));
+        resolver->running = overrides && overrides->running;
         config_walk(resolver, root);
         config_finish(resolver);
     }

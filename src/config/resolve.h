@@ -81,6 +81,7 @@ typedef struct config_resolver {
     uint32_t device_table_count;
     config_device_table_t device_tables[2 * CONFIG_MAX_DEVICES];
     bool out_of_memory;
+    bool running; /* as in config_overrides_t */
 } config_resolver_t;
 
 void config_warn(config_resolver_t *resolver, const char *format, ...)

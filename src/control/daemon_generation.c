@@ -36,6 +36,8 @@ typedef struct kept_shard {
 struct daemon_generation {
     struct event *on_grace;
     kept_shard_t kept[FABRIC_MAX_FFN][FABRIC_MAX_INSTANCES];
+    uint64_t first_content[FABRIC_MAX_FFN][FABRIC_MAX_INSTANCES]; /* as read first; stays */
+    bool read_once[FABRIC_MAX_FFN][FABRIC_MAX_INSTANCES];
     uint32_t barren;
     bool computed;          /* this Generation, by what an agent of a GPU has told */
     uint64_t fallen;        /* agents that died before it had its plan, by PE; each once */
@@ -51,6 +53,27 @@ static void drop_shard(kept_shard_t *shard)
         if (shard->fd[b] >= 0)
             close(shard->fd[b]);
     *shard = (kept_shard_t){0};
+}
+
+/* Every byte of a shard that is read again is compared: the digest of a checkpoint is of samples.
+ */
+static bool same_as_first(daemon_t *daemon, uint32_t ffn, uint32_t weights, uint64_t content)
+{
+    daemon_generation_t *self = daemon->generation;
+    if (self->read_once[ffn][weights] && self->first_content[ffn][weights] != content) {
+        const config_model_t *model =
+            &daemon->config->models[daemon->planned->weights[weights].first_model];
+        char what[CONFIG_MAX_PATH + 256];
+        snprintf(what, sizeof(what),
+                 "the checkpoint of model %s, %.300s, is not the one that the system started with: "
+                 "ffnagent %s read other FFN weights; put that back, or start everything again",
+                 model->id, model->path, daemon->config->ffn[ffn].name);
+        daemon_fail(daemon, "daemon", what);
+        return false;
+    }
+    self->first_content[ffn][weights] = content;
+    self->read_once[ffn][weights] = true;
+    return true;
 }
 
 void daemon_generation_keep(daemon_participant_t *agent, const xpw_KeptWeights *message,
@@ -73,6 +96,8 @@ void daemon_generation_keep(daemon_participant_t *agent, const xpw_KeptWeights *
         return;
     }
     if (message->block == 0) {
+        if (!same_as_first(daemon, agent->index, message->weights, message->content))
+            return;
         drop_shard(shard);
         *shard = (kept_shard_t){
             .blocks = message->blocks, .identity = message->identity, .content = message->content};

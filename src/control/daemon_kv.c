@@ -7,6 +7,7 @@
 #include "control/daemon_kv.h"
 
 #include <poll.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -392,6 +393,32 @@ static xp_status_t set_model(daemon_kv_t *kv, uint32_t model, const xpw_KvAsk *a
     return kv_market_set(&kv->market, sizes, count);
 }
 
+/* What holds now, of the first DP rank: rounded to bundles, cut by others' floors, and how far
+ * memory has come. */
+static void describe_set(const daemon_kv_t *kv, uint32_t model, char *text, size_t size)
+{
+    const kv_market_t *market = &kv->market;
+    uint32_t g = 0;
+    while (g < market->plan.group_count && market->plan.groups[g].instance != model)
+        g++;
+    if (g == market->plan.group_count)
+        return;
+    const kv_policy_group_t *group = &market->snapshot.groups[g];
+    const uint64_t unit = market->plan.groups[g].bundle_tokens;
+    const uint64_t most = kv_market_possible_bundles(market, g);
+    const uint64_t floor = group->floor_wanted * unit, ceiling = group->ceiling_bundles * unit;
+    const uint64_t backed = group->mapped_bundles * unit;
+    size_t used =
+        (size_t)snprintf(text, size, "model %s: floor %" PRIu64 ", ceiling %" PRIu64 " tokens",
+                         kv->daemon->config->models[model].id, floor, ceiling);
+    if (most * unit < ceiling && used < size)
+        used += (size_t)snprintf(text + used, size - used,
+                                 ", of which others' floors leave %" PRIu64, most * unit);
+    if (backed < floor && used < size)
+        snprintf(text + used, size - used, "; %" PRIu64 " of them have memory so far (xpool kv)",
+                 backed);
+}
+
 static xp_status_t trim_models(daemon_kv_t *kv, const config_model_t *model, uint32_t *done_out)
 {
     uint32_t done = 0;
@@ -459,7 +486,8 @@ static xp_status_t answer(daemon_kv_t *kv, const xpw_KvAsk *ask, xpw_KvAnswer *a
         if (!model)
             return xp_fail(XP_INVALID, "kv set needs a model");
         XP_TRY(set_model(kv, (uint32_t)(model - kv->daemon->config->models), ask));
-        snprintf(answer_out->text, sizeof(answer_out->text), "model %s is set", model->id);
+        describe_set(kv, (uint32_t)(model - kv->daemon->config->models), answer_out->text,
+                     sizeof(answer_out->text));
         return XP_OK;
     case xpw_KvVerb_KV_TRIM:
         XP_TRY(trim_models(kv, model, &trimmed));

@@ -265,7 +265,12 @@ xp_status_t cuda_shard_load(const cuda_loader_t *loader, const ffn_install_t *in
         shard.base[b] = shard.block[b].address;
         shard.bytes[b] = layout->block_bytes[b];
         shard.blocks = b + 1;
+        /* Between tensors too: the same files give the same sum, whenever they are read. */
+        XP_TRY_GOTO(status, failed,
+                    CUDA_CALL(loader->device->driver, cuMemsetD8Async, shard.base[b], 0,
+                              shard.bytes[b], loader->stream));
     }
+    XP_TRY_GOTO(status, failed, load_wait(loader->device, loader->stream));
     XP_TRY_GOTO(status, failed, checkpoint ? load_read_all(&job) : load_fill_all(&job));
     XP_TRY_GOTO(status, failed, shard_digest(loader, &shard, &shard.content));
     *shard_out = shard;

@@ -62,6 +62,10 @@ xp_status_t http_json_parse_object(const char *text, size_t length, json_t **obj
     XP_TRY(json_scan(text, length));
     json_error_t error;
     json_t *root = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
+    if (!root && json_error_code(&error) == json_error_null_character)
+        return xp_fail(XP_INVALID,
+                       "a string at line %d, column %d has \\u0000, which no text holds",
+                       error.line, error.column);
     if (!root)
         return xp_fail(XP_INVALID, "invalid JSON at line %d, column %d: %s", error.line,
                        error.column, error.text);

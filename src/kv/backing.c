@@ -162,8 +162,9 @@ static xp_status_t memfd_grow(kv_backing_t *backing, uint32_t bundles)
         return xp_fail(XP_NO_MEMORY,
                        "%s: %" PRIu64
                        " bytes more do not fit: the machine or the container has %" PRIu64
-                       " left; lower memory_bytes of this device",
-                       self->name, to - from, room);
+                       " left, of which %" PRIu64 " stay free; lower devices.<name>.memory of the "
+                       "attention device",
+                       self->name, to - from, room, (uint64_t)ROOM_MARGIN_BYTES);
     while (!self->lazy && fallocate(backing->fd, 0, (off_t)from, (off_t)(to - from)) != 0)
         if (errno != EINTR)
             return xp_fail_errno(XP_NO_MEMORY, "%s: no memory for %" PRIu64 " bytes", self->name,

@@ -4,6 +4,7 @@ weights are taken over without reading, and the streams go on after a pause with
 run by hand are waited for. An agent that always dies, or for which none comes, is the end of everything."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -394,6 +395,69 @@ def checkpoint_changed():
             harness.check("the checkpoint of model left" in system.log(), "the reason is not given")
 
 
+def change_one_weight(folder):
+    """In place, in an FFN, where the digest of a checkpoint does not look: it takes the first MiB and 64 pieces."""
+    path = folder / "model.safetensors"
+    with open(path, "r+b") as file:
+        head = 8 + int.from_bytes(file.read(8), "little")
+        tensors = json.loads(file.read(head - 8))
+        first, bytes_in_all = 1 << 20, path.stat().st_size
+        for piece in range(63):  # half way to the next one
+            at = first + (bytes_in_all - first) * (2 * piece + 1) // 126
+            for name, tensor in tensors.items():
+                begin, end = tensor.get("data_offsets", (0, 0))
+                if ".mlp.experts." in name and head + begin <= at < head + end:
+                    file.seek(at)
+                    byte = file.read(1)[0]
+                    file.seek(at)
+                    file.write(bytes([byte ^ 0x10]))
+                    return
+    raise harness.Failed("no expert's weight lies between two samples")
+
+
+def one_weight_changed():
+    """A shard that is read again is compared byte by byte with what was read first."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, "checkpoint")
+        shutil.copytree(harness.TALES, copy)
+        (copy / "model.safetensors").chmod(0o644)
+        with harness.System([harness.model("left", copy, dtype="float32")], atn=1, ffn=1) as system:
+            system.start(120)
+            change_one_weight(copy)
+            os.kill(system.pid("ffnagent"), signal.SIGKILL)
+            system.expect_end(None)
+            words = "read other FFN weights; put that back"
+            harness.check(words in system.log() and str(copy) in system.log(), "the reason is not given")
+
+
+def checkpoint_gone():
+    """A model's folder is away, as where a file system is not mounted any more: what runs is steered, and ends as
+    one says; a Generation that needs the files ends with their path."""
+    for how in ("down", "agent"):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder, "checkpoint")
+            shutil.copytree(harness.TALES, copy)
+            models = [harness.model("left", copy, dtype="float32"), harness.model("right", dtype="float32")]
+            with harness.System(models, atn=1, ffn=1) as system:
+                system.start(120)
+                copy.rename(copy.with_name("away"))
+                for words in (("daemon", "check"), ("kv",), ("kv", "trim", "left")):
+                    code, out, error = system.run(*words)
+                    harness.check(code == 0, f"{words}: {code} {out} {error}")
+                code, _, error = system.run("plan")
+                harness.check(code == 2 and str(copy) in error, f"plan: {code} {error}")
+                if how == "down":
+                    code, out, error = system.run("down")
+                    harness.check(code == 0, f"down: {code} {out} {error}")
+                    harness.check(system.up.wait(20) == 0, "xpool up after down")
+                    continue
+                os.kill(system.pid("ffnagent"), signal.SIGKILL)
+                system.expect_end(None)
+                log = system.log()
+                harness.check("the checkpoint of model left" in log and str(copy) in log, "the path is not named")
+                harness.check("exit code 2" not in log, "an agent ended by itself for the same reason")
+
+
 def off():
     """deadlines.reform = 0: an agent's death is everybody's, as test_kill has it in full."""
     with system_of_two("[deadlines]\nreform = 0") as system:
@@ -420,5 +484,7 @@ if __name__ == "__main__":
         down_while_forming,
         killed_while_draining,
         checkpoint_changed,
+        one_weight_changed,
+        checkpoint_gone,
         off,
     )

@@ -69,8 +69,9 @@ def commands():
         books_are_right(system)
 
         # A floor is mapped at once, a ceiling is kept.
-        code, _, err = system.run("kv", "set", "b", "--floor", "600")
+        code, out, err = system.run("kv", "set", "b", "--floor", "600")
         harness.check(code == 0, err)
+        harness.check(out.startswith("model b: floor ") and "of them have memory so far" in out, out)
         settles(system, lambda g: g["b"]["backed"]["tokens"] >= 600, "a raised floor")
         code, _, err = system.run("kv", "set", "b", "--floor", "256", "--ceiling", "300")
         harness.check(code == 0, err)
@@ -139,6 +140,8 @@ def several_groups():
         code, _, err = system.run("kv", "set", "one", "--floor", str(one["ceiling"]["tokens"]))
         harness.check(code == 0, err)
         before = sizes()
+        code, out, err = system.run("kv", "set", "two", "--ceiling", str(max(most)))
+        harness.check(code == 0 and "of which others' floors leave" in out, f"{code} {out} {err}")
         code, _, err = system.run("kv", "set", "two", "--floor", str(max(most)))
         harness.check(code == 1 and "room for" in err, f"floors of {most} beside {of('one')}: {code} {err}")
         harness.check(sizes() == before, f"something was set: {of('two')}")

@@ -182,12 +182,21 @@ static void writes_errors(void **state)
     http_text_fini(&text);
 }
 
+static void a_null_character_is_named(void **state)
+{
+    static const char body[] = "{\"prompt\": \"a\\u0000b\"}";
+    json_t *object = NULL;
+    assert_int_equal(http_json_parse_object(body, sizeof(body) - 1, &object), XP_INVALID);
+    assert_non_null(strstr(xp_error_last()->text, "has \\u0000"));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bounds_values_and_containers),
         cmocka_unit_test(bounds_nesting),
         cmocka_unit_test(refuses_what_is_no_object),
+        cmocka_unit_test(a_null_character_is_named),
         cmocka_unit_test(writer_output_parses),
         cmocka_unit_test(writes_floats),
         cmocka_unit_test(a_failure_sticks),

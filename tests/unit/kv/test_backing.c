@@ -134,7 +134,7 @@ static void shortage_is_an_error_before_it_is_a_fault(void **state)
     assert_int_equal(kv_backing_create_memfd(&options, &backing), XP_OK);
     assert_int_equal(kv_backing_resize(backing, 5), XP_OK);
     assert_int_equal(kv_backing_resize(backing, 12), XP_NO_MEMORY);
-    assert_non_null(strstr(xp_error_last()->text, "memory_bytes"));
+    assert_non_null(strstr(xp_error_last()->text, "devices.<name>.memory"));
     assert_int_equal(kv_backing_mapped(backing), 5);
     assert_int_equal(file_bytes(backing), 5u * MIB);
     room = 0; /* giving back asks nobody */
