@@ -211,9 +211,10 @@ static void on_attach(atnagent_t *self, const xpw_ArenaAttach *attach, wire_desc
     attached->lease = attach->lease;
     xp_status_t status;
     uint32_t from = attach->rank;
-    if (self->stage && attach->resume)
-        status = stage_atn_resume(self->stage, attach->instance, attach->rank, fds->fds, fds->count,
-                                  attach->life_index, within(ATTACH_LIMIT_NS), &from);
+    if (self->stage && attach->resume) /* a look at each rank's arena */
+        status =
+            stage_atn_resume(self->stage, attach->instance, attach->rank, fds->fds, fds->count,
+                             attach->life_index, within(ATTACH_LIMIT_NS * (1 + fds->count)), &from);
     else if (self->stage && fds->count == 1)
         status = stage_atn_attach(self->stage, attach->instance, attach->rank, fds->fds[0],
                                   attach->life_index, within(ATTACH_LIMIT_NS));
@@ -229,6 +230,10 @@ static void on_attach(atnagent_t *self, const xpw_ArenaAttach *attach, wire_desc
                         self->plan->instances[attach->instance].id, attach->rank, from);
     }
     participant_send(self->participant, &envelope, NULL, 0);
+    /* A device that does not answer may still write to what is mapped: none of it is let go but
+     * with this process. */
+    if (attach->resume && status == XP_TIMEOUT)
+        participant_fail(self->participant, attached->error);
 }
 
 static void on_detach(atnagent_t *self, const xpw_ArenaDetach *detach)

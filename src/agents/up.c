@@ -305,8 +305,9 @@ static bool ended_with_generation(const up_t *up, const up_child_t *child)
 }
 
 /* An agent of a failed Generation makes room for a successor, which the daemon waits for; it also
- * sees to it that this has an end. Who did not live long is given a pause. On GPUs the Instances
- * end with the Generation, and are started again too. */
+ * sees to it that this has an end. Who did not live long is given a pause. On GPUs Instances that
+ * end with the Generation are started again too; so is one that the daemon names, however late: it
+ * could not go on in the next Generation. */
 static bool replaces(up_t *up, up_child_t *child)
 {
     uint64_t now = xp_monotonic_ns();
@@ -317,8 +318,9 @@ static bool replaces(up_t *up, up_child_t *child)
             up->changed_ns = now;
     } else if (child->role != xpw_Role_ROLE_INSTANCE || !gpus_used(up->config, false) ||
                !up->changed_ns ||
-               now - up->changed_ns >
-                   (uint64_t)((up->config->deadlines.stop + UP_SLACK_S) * (double)XP_NS_PER_S)) {
+               (!ended_with_generation(up, child) &&
+                now - up->changed_ns >
+                    (uint64_t)((up->config->deadlines.stop + UP_SLACK_S) * (double)XP_NS_PER_S))) {
         return false;
     }
     child->again_ns = now - child->born_ns < UP_SHORT_LIFE_NS ? now + pause_after(up, 1) : now;

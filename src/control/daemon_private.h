@@ -117,10 +117,10 @@ typedef struct daemon_instance {
      * Instance may come when the last of them has. */
     bool ending;
     uint64_t ending_ns;
-    bool left;            /* its user has asked it to end */
-    bool replace;         /* it had to end with its Generation, and none has come since */
-    uint64_t admitted_ns; /* the first rank's Hello, for deadlines.startup */
-    char engine[64];      /* a library's name and release */
+    bool left;    /* its user has asked it to end */
+    bool replace; /* had to end with its Generation, or as the next one began; none came since */
+    uint64_t admitted_ns;                   /* the first rank's Hello, for deadlines.startup */
+    char engine[64];                        /* a library's name and release */
     uint8_t checkpoint[MODEL_DIGEST_BYTES]; /* of the configured path, at the start */
     uint64_t stamp;                         /* of the same files */
     char host[64];

@@ -295,9 +295,11 @@ xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank,
     return XP_OK;
 }
 
-/* Nobody answers the Instance before every rank has come through here: an answer after the last one
- * needs the lines of all. So what is found in the arenas of others is what the former Generation
- * left, or was handed on since. */
+/* Nobody gets rows before every rank has come through here: an answer with rows after the last one
+ * needs the lines of all. So the rows found in the arenas of others are what the former Generation
+ * left, or were handed on since. An error's answer may come meanwhile, without rows: then the
+ * header that is read again before rows are copied is not that of the answer that lacks, which is
+ * refused. */
 static xp_status_t atn_level(const stage_atn_t *atn, uint32_t instance, uint32_t rank,
                              const int *arena_fds, uint64_t deadline_ns, uint32_t *from_out)
 {

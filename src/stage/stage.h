@@ -238,7 +238,7 @@ xp_status_t stage_atn_open(stage_atn_t *atn, uint32_t instance, uint32_t ffn, in
 xp_status_t stage_atn_attach(stage_atn_t *atn, uint32_t instance, uint32_t rank, int arena_fd,
                              uint32_t life_index, uint64_t deadline_ns);
 /* The same for a rank that waits since a former Generation, none of whose agents lives. arena_fds:
- * of all ranks, in their order. Ranks answer a layer together, so the last answers differ by one at
+ * of all ranks, in their order. Ranks submit a layer together, so the last answers differ by one at
  * most: a rank that lacks the last one gets it first from a rank of its attention DP rank, whose
  * rows are the same; *from_out is that one, or the rank itself. XP_PEER where none of those has it:
  * the Instance cannot go on. */

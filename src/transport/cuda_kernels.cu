@@ -170,11 +170,15 @@ extern "C" __global__ void transport_slot_describe(transport_slot_t *slot, trans
 }
 
 // By one block: an answer that another rank of the Instance has, into the arena of one that waits for
-// it. The rows of all threads happen before thread 0's release.
+// it. Thread 0's acquire (of what mailbox_response_publish released) happens before all threads' loads
+// of the rows, and their stores before its release.
 extern "C" __global__ void transport_carry(mailbox_arena_t *behind, const mailbox_arena_t *ahead,
                                            uint64_t output_offset, uint64_t bytes, uint64_t sequence,
                                            uint32_t status)
 {
+    if (threadIdx.x == 0)
+        (void)PROTOCOL_LOAD_ACQUIRE(&ahead->response.sequence);
+    __syncthreads();
     transport_rows_copy((char *)behind + output_offset, (const char *)ahead + output_offset, bytes,
                         threadIdx.x, blockDim.x);
     __syncthreads();

@@ -134,6 +134,8 @@ static xp_status_t server_map(transport_cuda_server_t *server, int arena_fd,
                              transport_cuda_arena_bytes(server->device, expected), &arena));
     xp_status_t status = transport_control_read(&server->control, arena.address,
                                                 sizeof(*header_out), deadline_ns, header_out);
+    if (status == XP_TIMEOUT)
+        return status; /* the read may still go on: mapped until the process ends */
     if (status == XP_OK)
         status = transport_cuda_header_check(header_out, expected);
     if (status != XP_OK) {

@@ -18,7 +18,7 @@ static xp_status_t made_up(const config_t *config, const char *who, const xpw_En
 #include "agents/up.c"
 #undef client_ask
 
-static uint64_t replace;
+static uint64_t replace, since_ns;
 
 static xp_status_t made_up(const config_t *config, const char *who, const xpw_Envelope *question,
                            pb_size_t answer, uint64_t limit_ns, xpw_Envelope *answer_out)
@@ -29,7 +29,7 @@ static xp_status_t made_up(const config_t *config, const char *who, const xpw_En
     return XP_OK;
 }
 
-/* Whether an Instance that ended so is started again, an agent having died just before. */
+/* Whether an Instance that ended so is started again, an agent having died `since_ns` before. */
 static bool started_again(bool engine, int wait_status)
 {
     static config_t config;
@@ -39,10 +39,11 @@ static bool started_again(bool engine, int wait_status)
     config.atn_count = config.model_count = 1;
     config.atn[0].kind = CONFIG_DEVICE_CUDA;
     snprintf(config.models[0].id, sizeof(config.models[0].id), "m");
-    config.deadlines.reform = config.deadlines.stop = 60;
+    config.deadlines.reform = 60;
+    config.deadlines.stop = 1;
     up.config = &config;
     up.ready = true;
-    up.changed_ns = xp_monotonic_ns();
+    up.changed_ns = xp_monotonic_ns() - since_ns;
     up.count = 1;
     up.children[0] =
         (up_child_t){.pid = 1, .role = xpw_Role_ROLE_INSTANCE, .engine = engine, .name = "m"};
@@ -65,6 +66,18 @@ static void who_had_to_end_is_started_again(void **state)
     assert_false(started_again(true, SIGKILL));
 }
 
+/* It could not go on in the next Generation, which took long to come. */
+static void however_late(void **state)
+{
+    since_ns = 20 * XP_NS_PER_S;
+    replace = 1;
+    assert_true(started_again(false, EXIT(0)));
+    assert_true(started_again(true, SIGKILL));
+    replace = 0;
+    assert_false(started_again(false, EXIT(0)));
+    since_ns = 0;
+}
+
 /* The daemon cannot know that of an engine: it says so itself. */
 static void an_engine_that_was_stopped_stays_so(void **state)
 {
@@ -76,6 +89,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(who_had_to_end_is_started_again),
+        cmocka_unit_test(however_late),
         cmocka_unit_test(an_engine_that_was_stopped_stays_so),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
