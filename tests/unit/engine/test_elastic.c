@@ -700,7 +700,7 @@ static void a_grant_without_memory_completes_with_less(void **state)
     run_dry();
     assert_int_equal(completed(), 2);
     assert_int_equal(stats().kv_grow_failures, 1);
-    assert_non_null(strstr(stats().kv_grow_error, "memory_bytes"));
+    assert_non_null(strstr(stats().kv_grow_error, "devices.<name>.memory"));
     command(2);
     run_dry();
     room = UINT64_MAX;
@@ -768,7 +768,7 @@ static void a_lone_decode_ends_when_the_machine_has_no_memory(void **state)
     assert_true(outcome->finished);
     assert_int_equal(outcome->finish.finish, ENGINE_FINISH_ERROR);
     assert_non_null(strstr(outcome->finish.error, "needs more KV Cache than there is memory for"));
-    assert_non_null(strstr(outcome->finish.error, "memory_bytes"));
+    assert_non_null(strstr(outcome->finish.error, "devices.<name>.memory"));
     assert_false(next->finished);
     close_elastic();
 }
