@@ -226,7 +226,7 @@ void engine_elastic_end_stuck(engine_t *engine)
         char text[sizeof((engine_event_t){0}.error)];
         snprintf(text, sizeof text,
                  "this request alone needs more KV Cache than there is memory for, after %u "
-                 "tokens and %d tries: %.120s",
+                 "tokens and %d tries: %.140s",
                  sequence->count, TRIES, elastic->grow_error);
         elastic->failures_before = elastic->grow_failures;
         engine_sequence_end(engine, sequence, ENGINE_FINISH_ERROR, text);

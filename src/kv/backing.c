@@ -160,11 +160,9 @@ static xp_status_t memfd_grow(kv_backing_t *backing, uint32_t bundles)
         self->room_bytes && !self->lazy ? self->room_bytes(self->room_context) : UINT64_MAX;
     if (room < to - from || room - (to - from) < ROOM_MARGIN_BYTES)
         return xp_fail(XP_NO_MEMORY,
-                       "%s: %" PRIu64
-                       " bytes more do not fit: the machine or the container has %" PRIu64
-                       " left, of which %" PRIu64 " stay free; lower devices.<name>.memory of the "
-                       "attention device",
-                       self->name, to - from, room, (uint64_t)ROOM_MARGIN_BYTES);
+                       "%s: no room for %" PRIu64 " bytes: the machine or container has %" PRIu64
+                       ", %llu MiB stay free; lower devices.<name>.memory",
+                       self->name, to - from, room, ROOM_MARGIN_BYTES >> 20);
     while (!self->lazy && fallocate(backing->fd, 0, (off_t)from, (off_t)(to - from)) != 0)
         if (errno != EINTR)
             return xp_fail_errno(XP_NO_MEMORY, "%s: no memory for %" PRIu64 " bytes", self->name,
