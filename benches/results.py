@@ -110,6 +110,15 @@ def sanitizer_sees(tool, text):
     return kind in text and "test_planted" in text
 
 
+def sanitizer_output(command, what, say):
+    """What compute-sanitizer says of a program, `command`, told by the word `what` to make errors. Each line goes to `say`."""
+    command = ["timeout", "-k", "5", "40", *command, what]
+    text = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
+    for line in text.splitlines():
+        say(f"{what}: {line}")
+    return text
+
+
 def keep_samples(folder):
     """The environment in which device programs keep their samples (tests/cuda/samples.h)."""
     folder = pathlib.Path(folder).resolve() / "samples"

@@ -63,12 +63,11 @@ static bool same_as_first(daemon_t *daemon, uint32_t ffn, uint32_t weights, uint
     if (self->read_once[ffn][weights] && self->first_content[ffn][weights] != content) {
         const config_model_t *model =
             &daemon->config->models[daemon->planned->weights[weights].first_model];
-        char what[CONFIG_MAX_PATH + 256];
-        snprintf(what, sizeof(what),
-                 "the checkpoint of model %s, %.300s, is not the one that the system started with: "
-                 "ffnagent %s read other FFN weights; put that back, or start everything again",
-                 model->id, model->path, daemon->config->ffn[ffn].name);
-        daemon_fail(daemon, "daemon", what);
+        char how[128];
+        snprintf(how, sizeof(how), ": ffnagent %s read other FFN weights",
+                 daemon->config->ffn[ffn].name);
+        daemon_checkpoint_differs(model, how);
+        daemon_fail(daemon, "daemon", xp_error_last()->text);
         return false;
     }
     self->first_content[ffn][weights] = content;

@@ -557,6 +557,14 @@ static bool waits_for_predecessor(daemon_instance_t *instance, daemon_participan
     return true;
 }
 
+xp_status_t daemon_checkpoint_differs(const config_model_t *model, const char *how)
+{
+    return xp_fail(XP_INVALID,
+                   "the checkpoint of model %s, %.300s, is not the one that the system started "
+                   "with%s; put that back, or start everything again",
+                   model->id, model->path, how);
+}
+
 xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance)
 {
     const config_model_t *model = configured(instance);
@@ -568,10 +576,7 @@ xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance)
     if (status != XP_OK)
         return xp_fail_context(status, "the checkpoint of model %s", model->id);
     if (memcmp(digest, instance->checkpoint, sizeof(digest)) != 0)
-        return xp_fail(XP_INVALID,
-                       "the checkpoint of model %s, %.300s, is not the one that the system started "
-                       "with; put that back, or start everything again",
-                       model->id, model->path);
+        return daemon_checkpoint_differs(model, "");
     instance->stamp = stamp;
     return XP_OK;
 }

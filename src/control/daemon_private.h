@@ -264,6 +264,8 @@ bool daemon_instance_stuck(daemon_rank_t *rank, uint64_t answered, bool open, ch
 /* XP_INVALID: its checkpoint on disk is not the one of the start, with which what is loaded would
  * not go together. Reads files only where one was written since. */
 xp_status_t daemon_instance_check_checkpoint(daemon_instance_t *instance);
+/* XP_INVALID with the words for that; `how` follows them: "" or ": " and what was seen. */
+xp_status_t daemon_checkpoint_differs(const config_model_t *model, const char *how);
 /* An AtnAgent that stands still tells nobody: a request that stays in an arena far longer than
  * deadlines.submission fails the Generation. On CPUs. */
 void daemon_instances_watch(daemon_t *daemon);

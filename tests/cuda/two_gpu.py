@@ -282,6 +282,15 @@ def part_name(model, rank):
     return f"{model}.{rank}" if rank else model
 
 
+def wait_for(there, why, pause=0.005):
+    """Until `there` says so; ends this process with `why` after WAIT_S."""
+    limit = time.monotonic() + WAIT_S
+    while not there():
+        if time.monotonic() > limit:
+            raise SystemExit(why)
+        time.sleep(pause)
+
+
 def shared_prompt(file, rank, choose):
     """All ranks of an Instance take the first one's."""
     import torch
@@ -291,11 +300,7 @@ def shared_prompt(file, rank, choose):
         torch.save(chosen, file.with_suffix(".new"))
         file.with_suffix(".new").rename(file)
         return chosen
-    limit = time.monotonic() + WAIT_S
-    while not file.exists():
-        if time.monotonic() > limit:
-            raise SystemExit("the first rank chose no prompt")
-        time.sleep(0.02)
+    wait_for(file.exists, "the first rank chose no prompt", 0.02)
     return torch.load(file)
 
 
@@ -303,11 +308,8 @@ def wait_for_ranks(folder, model, rank, count):
     """Until all ranks of the Instance have their last answer, as where ranks gather each step's logits: the first
     one that closes ends the Instance for all."""
     (folder / f"{part_name(model, rank)}.last").touch()
-    limit = time.monotonic() + WAIT_S
-    while not all((folder / f"{part_name(model, one)}.last").exists() for one in range(count)):
-        if time.monotonic() > limit:
-            raise SystemExit("the Instance's other ranks had no end")
-        time.sleep(0.005)
+    files = [folder / f"{part_name(model, one)}.last" for one in range(count)]
+    wait_for(lambda: all(file.exists() for file in files), "the Instance's other ranks had no end")
 
 
 def instance(arguments):

@@ -359,6 +359,15 @@ def killed_while_draining():
             harness.check(not stream.thread.is_alive(), "a client hangs after the end")
 
 
+@contextlib.contextmanager
+def copied_checkpoint():
+    """A copy of a small model that a test may change."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, "checkpoint")
+        shutil.copytree(harness.TALES, copy)
+        yield copy
+
+
 def rewrite(folder, change):
     """Every weight file of a checkpoint is written anew, its last half backwards if `change`."""
     for path in folder.glob("*.safetensors"):
@@ -375,9 +384,7 @@ def checkpoint_changed():
     """Files written anew with the same bytes are read again; with other bytes, nothing is served that mixes
     them with what the Instances hold: no new Instance, and no next Generation."""
     prompt = harness.golden()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder, "checkpoint")
-        shutil.copytree(harness.TALES, copy)
+    with copied_checkpoint() as copy:
         with harness.System([harness.model("left", copy, dtype="float32")], atn=1, ffn=1) as system:
             system.start(120)
             want = system.generate("left", prompt["ids"], LENGTH, 120)
@@ -417,9 +424,7 @@ def change_one_weight(folder):
 
 def one_weight_changed():
     """A shard that is read again is compared byte by byte with what was read first."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder, "checkpoint")
-        shutil.copytree(harness.TALES, copy)
+    with copied_checkpoint() as copy:
         (copy / "model.safetensors").chmod(0o644)
         with harness.System([harness.model("left", copy, dtype="float32")], atn=1, ffn=1) as system:
             system.start(120)
@@ -434,9 +439,7 @@ def checkpoint_gone():
     """A model's folder is away, as where a file system is not mounted any more: what runs is steered, and ends as
     one says; a Generation that needs the files ends with their path."""
     for how in ("down", "agent"):
-        with tempfile.TemporaryDirectory() as folder:
-            copy = pathlib.Path(folder, "checkpoint")
-            shutil.copytree(harness.TALES, copy)
+        with copied_checkpoint() as copy:
             models = [harness.model("left", copy, dtype="float32"), harness.model("right", dtype="float32")]
             with harness.System(models, atn=1, ffn=1) as system:
                 system.start(120)
