@@ -78,6 +78,7 @@ static struct fake {
     void (*after_launch)(const fake_launch_t *launch);
     void (*before_read)(void);
     bool (*busy)(cuda_stream_t stream); /* what cuStreamQuery says */
+    char garbage; /* what new device memory holds, as its last owner left it */
     /* What it sees. */
     uint64_t calls;
     const char *failed; /* the last call that was made to fail */
@@ -449,6 +450,11 @@ static int fake_cuMemCreate(cuda_memory_handle_t *handle, size_t bytes,
     int fd = memfd_create("fake-device-memory", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)bytes) != 0)
         return CUDA_RESULT_OUT_OF_MEMORY;
+    char piece[4096];
+    memset(piece, fake.garbage, sizeof(piece));
+    for (size_t at = 0; fake.garbage && at < bytes; at += sizeof(piece))
+        if (pwrite(fd, piece, sizeof(piece), (off_t)at) != (ssize_t)sizeof(piece))
+            return CUDA_RESULT_OUT_OF_MEMORY;
     return fake_memory_new(fd, handle);
 }
 static int fake_cuMemRelease(cuda_memory_handle_t handle)

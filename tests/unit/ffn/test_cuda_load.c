@@ -239,6 +239,37 @@ static void test_weights_survive(void **state)
     fixture_close(f);
 }
 
+/* The daemon compares the sum of a shard that is read again with that of the first time: what lies
+ * between tensors must not count. */
+static void test_the_same_sum_each_time(void **state)
+{
+    (void)state;
+    SKIP_WITHOUT_DEVICE_CODE();
+    fixture_t *f = family_of(MODEL_ARCH_GLM4_MOE_LITE, XP_DTYPE_BF16);
+    ffn_install_t install = install_of(f);
+    uint64_t content[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        cuda_device_t device;
+        ffn_cuda_config_t config;
+        ffn_cuda_runtime_t *runtime = NULL;
+        ffn_cuda_weights_t weights = {0};
+        fake_ffn_reset();
+        fake.garbage = i ? 0x5a : 0;
+        device_ok(&device);
+        config_of(&device, &config);
+        assert_int_equal(ffn_cuda_runtime_create(&config, &runtime), XP_OK);
+        assert_int_equal(ffn_cuda_runtime_install(runtime, &install, NULL, NULL), XP_OK);
+        assert_int_equal(ffn_cuda_runtime_export(runtime, 0, &weights), XP_OK);
+        content[i] = weights.content;
+        weights_close(&weights);
+        ffn_cuda_runtime_destroy(runtime);
+        cuda_device_close(&device);
+    }
+    fake.garbage = 0;
+    assert_int_equal(content[0], content[1]);
+    fixture_close(f);
+}
+
 static void refuse(const fixture_t *f, const ffn_install_t *install, xp_status_t status,
                    const char *text)
 {
@@ -418,10 +449,10 @@ static void test_every_call_fails(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_all_families),     cmocka_unit_test(test_padding_and_types),
-        cmocka_unit_test(test_weights_survive),  cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_budget),           cmocka_unit_test(test_ledger),
-        cmocka_unit_test(test_every_call_fails),
+        cmocka_unit_test(test_all_families),    cmocka_unit_test(test_padding_and_types),
+        cmocka_unit_test(test_weights_survive), cmocka_unit_test(test_the_same_sum_each_time),
+        cmocka_unit_test(test_refusals),        cmocka_unit_test(test_budget),
+        cmocka_unit_test(test_ledger),          cmocka_unit_test(test_every_call_fails),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
